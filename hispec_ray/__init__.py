@@ -1,0 +1,1 @@
+"""Exact hierarchical speculative decoding as an OpenAI-compatible service on Ray."""

@@ -1,0 +1,97 @@
+"""The settings tree: everything that a deployment file may say."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class Group(BaseModel):
+    """A group of settings: unknown keys are errors, values do not change after the start."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSettings(Group):
+    """Which model, in which precision, on what."""
+
+    path: str = DEFAULT_MODEL
+    """A folder with a Hugging Face checkpoint, a Hugging Face id, or the default's name."""
+    served_name: str | None = None
+    """The id that clients use; the path where unset."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    max_model_len: Positive | None = None
+    """Most tokens of prompt and answer together; the model's own limit where unset."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    kernels: Literal["auto", "native", "torch"] = "auto"
+    """auto takes the native CPU kernels where a C++ compiler is found, torch elsewhere."""
+    threads: Positive | None = None
+    """CPU threads of the model's process; every core it may use where unset."""
+
+    def thread_count(self) -> int:
+        return self.threads or len(os.sched_getaffinity(0))
+
+
+class ExitSettings(Group):
+    """The depths that guess and check, in layers from the bottom; an eighth and a quarter of the depth where unset."""
+
+    draft: Positive | None = None
+    check: Positive | None = None
+
+
+class SpeculationSettings(Group):
+    """How tokens are decoded. The text is the same whatever stands here."""
+
+    method: Literal["plain", "single", "hispec"] = "hispec"
+    exits: ExitSettings = ExitSettings()
+    draft_tokens: Positive = 2
+    """N_d: guesses of the draft exit before a deeper level looks."""
+    window: Positive = 4
+    """N_i: tokens kept by the check exit before the full depth looks."""
+
+
+class CacheSettings(Group):
+    """The paged key-value cache."""
+
+    block_size: Literal[16, 32, 64] = 16
+    """Tokens a block holds."""
+    blocks: Positive | None = None
+    """Blocks in the pool; as many as memory_gib holds where unset."""
+    memory_gib: Annotated[float, Field(gt=0)] = 1.0
+    prefix_caching: bool = True
+
+
+class SchedulerSettings(Group):
+    """How many requests run and wait."""
+
+    max_sequences: Positive = 16
+    """Sequences that run at once."""
+    max_batch_rows: Positive = 512
+    """Most prompt tokens that one step reads."""
+    max_queued: Positive = 256
+    """Requests that may wait; further ones are refused with 429."""
+
+
+class Settings(Group):
+    """The whole tree, as it stands under `args:` in a deployment file."""
+
+    model: ModelSettings = ModelSettings()
+    speculation: SpeculationSettings = SpeculationSettings()
+    cache: CacheSettings = CacheSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+
+    @model_validator(mode="after")
+    def _exits_in_order(self) -> Settings:
+        exits = self.speculation.exits
+        if self.speculation.method == "hispec" and exits.draft and exits.check and exits.draft > exits.check:
+            raise ValueError(
+                f"speculation.exits.draft is {exits.draft} and speculation.exits.check is {exits.check}; "
+                "the draft exit must not be deeper than the check exit"
+            )
+        return self

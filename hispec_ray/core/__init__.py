@@ -1,0 +1,1 @@
+"""Who runs when, on which blocks: no torch, no ray."""

@@ -1,0 +1,97 @@
+"""What crosses from the scheduler to the shards and back, once a round: small plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePlan:
+    """One sequence's part in a round.
+
+    tokens: the known tokens whose rows have not been run through the full depth: a chunk of the prompt, or the one token committed last.
+    start: position of tokens[0]; equals the sequence's `full` watermark.
+    blocks: the block table; covers at least start + len(tokens) + room positions.
+    samples: False for a chunk that does not reach the end of the known tokens (no token is chosen after it).
+    room: most tentative tokens the window may hold this round (0 = plain decoding). Always 0 where len(tokens) > 1.
+    temperature, seed: of the choice rule.
+    """
+
+    id: int
+    tokens: tuple[int, ...]
+    start: int
+    blocks: tuple[int, ...]
+    samples: bool
+    room: int
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One round for a batch of sequences."""
+
+    sequences: tuple[SequencePlan, ...]
+
+
+@dataclass(slots=True)
+class SequenceResult:
+    """Tokens that the full depth committed after the plan's own; levels[i] is the index of the level that chose tokens[i] first."""
+
+    id: int
+    tokens: list[int]
+    levels: list[int]
+
+
+@dataclass(slots=True)
+class LevelCounts:
+    """What one level did in a round: passes, rows run through its own segment, proposals seen and accepted, tokens of its own."""
+
+    passes: int = 0
+    rows: int = 0
+    seen: int = 0
+    accepted: int = 0
+    own: int = 0
+
+    def add(self, other: LevelCounts) -> None:
+        self.passes += other.passes
+        self.rows += other.rows
+        self.seen += other.seen
+        self.accepted += other.accepted
+        self.own += other.own
+
+
+@dataclass(slots=True)
+class StepResult:
+    """The shards' answer to a StepPlan: one SequenceResult for each sequence in it, in its order."""
+
+    sequences: list[SequenceResult]
+    levels: list[LevelCounts] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of one pass, ragged and without padding.
+
+    tokens, positions: int64[R].
+    table: int64[R], the line of `tables` that the row attends through.
+    tables: int64[T, B], block tables; entries past a sequence's last block are never read.
+    slots, slot_rows: int64[S], S >= R; the key and value of row slot_rows[i] are written at slot
+        slots[i] = block * block_size + offset. A chain has one slot a row; a row from which several
+        branches descend has one in each branch's own block.
+    """
+
+    tokens: IntArray
+    positions: IntArray
+    table: IntArray
+    tables: IntArray
+    slots: IntArray
+    slot_rows: IntArray
+
+    def __len__(self) -> int:
+        return len(self.tokens)

@@ -1,0 +1,1 @@
+"""The step loop: text in, text out."""

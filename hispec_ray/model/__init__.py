@@ -1,0 +1,1 @@
+"""One decoder, its weights, its cache."""

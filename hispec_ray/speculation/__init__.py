@@ -1,0 +1,1 @@
+"""The algorithm: how levels guess, check and commit; knows no model and no scheduler."""
