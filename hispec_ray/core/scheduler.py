@@ -1,0 +1,256 @@
+"""Who runs in the next step, on which blocks: first come, first served, with the youngest giving way when blocks run out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Items
+from itertools import chain, pairwise
+
+from hispec_ray.core.block_pool import BlockPool, IntegrityError
+from hispec_ray.core.plan import SequencePlan, StepPlan
+from hispec_ray.core.sequence import Sequence, Status
+from hispec_ray.request import QueueFullError, RequestError
+
+
+class Scheduler:
+    """Turns the sequences that wait and run into one StepPlan at a time.
+
+    The engine's loop: `schedule`, run the plan, `update` each of its sequences; `add` and `abort` in between.
+
+    Every running sequence arrived before every waiting one: admission takes the queue's head and never overtakes, preemption
+    takes the last arrived and puts it back at the head. Running sequences are served in that order, and one that finds no block
+    for a single row preempts those behind it one by one; the last arrived has nobody behind it and sits the step out, holding
+    its blocks until somebody older wants them. So the oldest always gets a row: it may take every block of the pool, and `add`
+    refused what that cannot hold. As it runs on it finishes, and the next one is the oldest: no livelock.
+
+    Nothing here can change a text: a plan only says which rows run when, and a preempted sequence replays its own tokens.
+    """
+
+    def __init__(self, pool: BlockPool, max_sequences: int, max_batch_rows: int, max_queued: int, window: int) -> None:
+        """Schedule onto `pool`.
+
+        max_sequences: most sequences that run at once.
+        max_batch_rows: most rows of chunks (prompts and replays) in a step; the one row of a decoding sequence is not counted.
+        max_queued: waiting sequences from which on `add` refuses.
+        window: most tentative tokens of a round; 0 for plain decoding.
+        Raises ValueError when one is out of range.
+        """
+        if min(max_sequences, max_batch_rows, max_queued) < 1 or window < 0:
+            raise ValueError(
+                f"max_sequences {max_sequences}, max_batch_rows {max_batch_rows}, max_queued {max_queued} must be 1 or more, "
+                f"window {window} 0 or more"
+            )
+        self.pool = pool
+        self.max_sequences = max_sequences
+        self.max_batch_rows = max_batch_rows
+        self.max_queued = max_queued
+        self.window = window
+        self.preemptions = 0
+        """Times that a sequence gave its blocks up, since the start."""
+        self._arrivals = 0
+        self._running: list[Sequence] = []  # in order of arrival
+        self._waiting: deque[Sequence] = deque()  # in order of arrival, all after the running ones
+        self._sequences: dict[int, Sequence] = {}
+        self._planned: dict[int, SequencePlan] = {}  # of the step in flight, not yet updated
+
+    @property
+    def running(self) -> int:
+        """Sequences that hold blocks."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences in the queue, new and preempted."""
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `schedule` would return a plan."""
+        return bool(self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a new sequence at the queue's end.
+
+        Raises RequestError when the whole pool could not hold it, QueueFullError when max_queued sequences wait already, and
+        ValueError when its id is taken or it is not new. Nothing has changed then.
+        """
+        pool = self.pool
+        if sequence.id in self._sequences or sequence.status is not Status.WAITING or sequence.blocks:
+            raise ValueError(f"sequence {sequence.id} is known already")
+        needed = pool.blocks_for(sequence.limit - 1)
+        if needed > pool.blocks:
+            most = pool.blocks * pool.block_size + 1
+            answer = sequence.limit - sequence.prompt_len
+            raise RequestError(
+                f"max_tokens is {answer} after a prompt of {sequence.prompt_len} tokens, {sequence.limit} in all, which needs {needed} "
+                f"cache blocks of {pool.block_size} tokens; the cache has {pool.blocks}, so both together must be at most {most}",
+                "prompt" if sequence.prompt_len >= most else "max_tokens",
+                "context_length_exceeded",
+            )
+        if len(self._waiting) >= self.max_queued:
+            raise QueueFullError(f"{len(self._waiting)} requests wait already; at most {self.max_queued} may (scheduler.max_queued)")
+        sequence.arrival = self._arrivals
+        self._arrivals += 1
+        self._sequences[sequence.id] = sequence
+        self._waiting.append(sequence)
+
+    def abort(self, request_id: str) -> list[Sequence]:
+        """Drop the request's sequences, waiting or running, free their blocks at once, and return them (none when unknown).
+
+        Only between steps: a plan in flight may still write into the blocks. After a step that failed, abort forgets its plan.
+        """
+        dropped = [sequence for sequence in self._sequences.values() if sequence.request_id == request_id]
+        for sequence in dropped:
+            self._finish(sequence)
+        return dropped
+
+    def schedule(self) -> StepPlan | None:
+        """Return the next step, or None when there is nothing to do. Raises RuntimeError while the last plan is not updated.
+
+        With one row left to run a sequence decodes: that row, and as much of the window as its limit and the free blocks allow.
+        With more it runs a chunk of them, room 0, as long as the step's max_batch_rows and the blocks allow.
+        """
+        if self._planned:
+            raise RuntimeError(f"sequences {sorted(self._planned)} of the last plan have not been updated")
+        plans: list[SequencePlan] = []
+        budget = self.max_batch_rows
+        running = self._running
+        for sequence in running:  # the list loses its end while we walk it, never what we have passed
+            wanted = self._wanted(sequence, budget)
+            rows = self._claim(sequence, wanted)
+            while not rows and wanted and running[-1] is not sequence:
+                self._preempt(running.pop())
+                rows = self._claim(sequence, wanted)
+            if rows:
+                budget -= self._plan(sequence, rows, plans)
+        while self._waiting and budget and len(running) < self.max_sequences:
+            sequence = self._waiting[0]
+            if not self._admit(sequence, budget):
+                break
+            rows = self._claim(sequence, self._wanted(sequence, budget))
+            budget -= self._plan(sequence, rows, plans)
+        return StepPlan(tuple(plans)) if plans else None
+
+    def update(self, sequence_id: int, tokens: Items[int], finished: bool) -> None:
+        """Record what the step in flight did for one of its sequences.
+
+        tokens: what was committed and is kept, in order: 1 to room + 1 of them after a plan that samples, none after one that
+        does not. A sequence that is finished (as it must be at its limit) may keep fewer; its blocks are freed.
+        Raises ValueError when that does not hold, or the sequence is not in the step.
+        """
+        plan = self._planned.get(sequence_id)
+        if plan is None:
+            raise ValueError(f"sequence {sequence_id} is not in the step in flight")
+        sequence = self._sequences[sequence_id]
+        count = len(tokens)
+        most = plan.room + 1 if plan.samples else 0
+        if count > most or (plan.samples and not count and not finished):
+            raise ValueError(f"sequence {sequence_id} got {count} tokens; its plan allows {'1 to ' if plan.samples else ''}{most}")
+        if len(sequence.tokens) + count >= sequence.limit and not finished:
+            raise ValueError(f"sequence {sequence_id} reached its limit of {sequence.limit} tokens and must be finished")
+        del self._planned[sequence_id]
+        # All of the new tokens but the last have been run; a plan cut to no token at all leaves its own last row unclaimed.
+        sequence.full += len(plan.tokens) + (count - 1 if plan.samples else 0)
+        sequence.tokens.extend(tokens)
+        self.pool.register(sequence.blocks, sequence.tokens, sequence.full)
+        if finished:
+            self._finish(sequence)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError when an invariant of the scheduler or of its pool is broken."""
+        self.pool.check_integrity(sequence.blocks for sequence in self._running)
+        everyone = [*self._running, *self._waiting]
+        if {sequence.id: sequence for sequence in everyone} != self._sequences or len(everyone) != len(self._sequences):
+            raise IntegrityError("the sequences known are not those that run and wait")
+        if any(one.arrival >= other.arrival for one, other in pairwise(everyone)):
+            raise IntegrityError("running and waiting sequences are not in order of arrival")
+        if any(sequence.status is not Status.RUNNING for sequence in self._running) or any(
+            sequence.status is not Status.WAITING or sequence.blocks or sequence.full for sequence in self._waiting
+        ):
+            raise IntegrityError("a sequence's status, blocks or watermark contradict the list it is in")
+        if not self._planned.keys() <= {sequence.id for sequence in self._running}:
+            raise IntegrityError("a sequence is planned and not running")
+        readers = list(chain.from_iterable(sequence.blocks for sequence in self._running))
+        for sequence in self._running:
+            for block in sequence.blocks[sequence.full // self.pool.block_size :]:
+                if readers.count(block) > 1 or self.pool.findable(block):
+                    raise IntegrityError(f"sequence {sequence.id} may write into block {block}, which others can read")
+
+    def _wanted(self, sequence: Sequence, budget: int) -> int:
+        """Rows for which this sequence wants space in this step, the window's included."""
+        unrun = sequence.unrun
+        if unrun == 1:  # it decodes; at most room + 1 tokens may be committed before its limit
+            return 1 + min(self.window, sequence.limit - len(sequence.tokens) - 1)
+        return min(unrun, budget)
+
+    def _claim(self, sequence: Sequence, rows: int) -> int:
+        """Grow the block table for `rows` rows from the watermark on, and return for how many the free blocks were enough."""
+        pool = self.pool
+        end = sequence.full + rows
+        missing = pool.blocks_for(end) - len(sequence.blocks)
+        if missing > 0:
+            sequence.blocks += tuple(pool.allocate(min(missing, pool.free_count)))
+            end = min(end, len(sequence.blocks) * pool.block_size)
+        return end - sequence.full
+
+    def _plan(self, sequence: Sequence, rows: int, plans: list[SequencePlan]) -> int:
+        """Append the sequence's plan for `rows` claimed rows; return what it takes of the step's budget for chunks."""
+        start = sequence.full
+        unrun = sequence.unrun
+        known = min(rows, unrun)
+        plan = SequencePlan(
+            id=sequence.id,
+            tokens=tuple(sequence.tokens[start : start + known]),
+            start=start,
+            blocks=sequence.blocks,
+            samples=known == unrun,
+            room=rows - known,
+            temperature=sequence.temperature,
+            seed=sequence.seed,
+        )
+        self._planned[sequence.id] = plan
+        plans.append(plan)
+        return known if unrun > 1 else 0
+
+    def _admit(self, sequence: Sequence, budget: int) -> bool:
+        """Let the queue's head run if its first chunk finds blocks and each running sequence could still take one more.
+
+        Without that reserve the newcomer would be preempted as soon as an older one steps into its next block.
+        """
+        pool = self.pool
+        reserve = len(self._running)
+        if pool.free_count <= reserve:  # a newcomer needs at least one block of its own
+            return False
+        hit = pool.match(sequence.tokens)
+        full = len(hit) * pool.block_size
+        chunk = min(len(sequence.tokens) - full, budget)
+        if pool.blocks_for(full + chunk) - len(hit) + reserve > pool.free_count:
+            pool.release(hit)
+            return False
+        sequence.blocks = tuple(hit)
+        sequence.full = full
+        sequence.status = Status.RUNNING
+        if sequence.cached is None:
+            sequence.cached = full
+        self._running.append(self._waiting.popleft())
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take the blocks of the sequence that arrived last, already out of the running list, and put it back at the queue's head."""
+        self._surrender(sequence)
+        sequence.status = Status.WAITING
+        self._waiting.appendleft(sequence)
+        self.preemptions += 1
+
+    def _finish(self, sequence: Sequence) -> None:
+        """Forget a sequence, wherever it is."""
+        (self._running if sequence.status is Status.RUNNING else self._waiting).remove(sequence)
+        self._planned.pop(sequence.id, None)
+        del self._sequences[sequence.id]
+        self._surrender(sequence)
+        sequence.status = Status.FINISHED
+
+    def _surrender(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks = ()
+        sequence.full = 0

@@ -1,0 +1,227 @@
+"""Token ids in, text out: what may be shown after each token, and whether it completed a stop string."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+REPLACEMENT = "\ufffd"
+
+CONTEXT = 4
+"""Tokens that settle what comes next: a character has at most four bytes, so it is spread over at most four tokens."""
+
+WINDOW = 8
+"""Most tokens that are decoded together; a longer window is cut back to CONTEXT."""
+
+
+class Tokenizer(Protocol):
+    """What is asked of a Hugging Face tokenizer."""
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> Any: ...
+
+    def convert_ids_to_tokens(self, ids: int) -> Any: ...
+
+    def convert_tokens_to_ids(self, tokens: str) -> Any: ...
+
+
+class Detokenizer:
+    """What the streams of one tokenizer share; makes a TextStream for each sequence."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self._bytes = self._fallback_bytes()
+
+    def stream(self, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> TextStream:
+        """Begin the text that follows prompt_ids and ends before the first of the stop strings.
+
+        Raises ValueError when a stop string is empty.
+        """
+        return TextStream(CharacterStream(self, prompt_ids), stop)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of token_ids decoded together, without special tokens."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def silent(self, token_id: int) -> bool:
+        """Whether the token never has a text: a special token, or padding of the model's vocabulary that the tokenizer does not know."""
+        return token_id in self._special or self._tokenizer.convert_ids_to_tokens(token_id) is None
+
+    def byte(self, token_id: int) -> bytes | None:
+        """Return the byte that a byte-fallback token such as ``<0xE2>`` stands for; None for every other token."""
+        return self._bytes.get(token_id)
+
+    def _fallback_bytes(self) -> dict[int, bytes]:
+        found = {}
+        for value in range(256):
+            name = f"<0x{value:02X}>"
+            token_id = self._tokenizer.convert_tokens_to_ids(name)
+            # An absent name gives the unknown token's id; a tokenizer without byte fallback may still know the name as plain text.
+            if token_id is not None and self._tokenizer.convert_ids_to_tokens(token_id) == name and self.decode([token_id]) != name:
+                found[token_id] = bytes([value])
+        return found
+
+
+class CharacterStream:
+    """One sequence's text as whole characters, token by token.
+
+    The text is what decoding prompt and answer together has after the prompt, so the space before the first word is kept.
+    1. A short window of the latest tokens is decoded; what is longer than last time is new. The prompt's last tokens are
+       pushed first and their text dropped.
+    2. A decoder turns a character's unfinished bytes into one U+FFFD at the text's end, so a U+FFFD there is held until
+       the next token shows what it is. No more than that one is ever held: a real U+FFFD, or bytes that can never form a character,
+       are out one token later.
+    3. Byte-fallback tokens bypass the window, because a tokenizer decodes a run of them together, and one bad byte would take back the
+       characters shown before it. Here a character once complete stays; only where such a run is broken does the text
+       differ from the tokenizer's own.
+    4. A character that the prompt began belongs to the answer when the answer completes it. Otherwise its U+FFFD is the prompt's.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, prompt_ids: Sequence[int]) -> None:
+        self._detokenizer = detokenizer
+        self._window: list[int] = []
+        self._held = False  # the window's text ends in a U+FFFD that is not yet released
+        self._released = 0  # characters of the window's text
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # of the running byte-fallback run
+        self._prompts = False  # the held character was begun by the prompt
+        for token_id in self._last_tokens(prompt_ids):
+            self._decode(token_id)
+        self._prompts = self._held or bool(self._utf8.getstate()[0])
+
+    def push(self, token_id: int) -> str:
+        """Return the characters that the token completed."""
+        return "" if self._detokenizer.silent(token_id) else self._own(self._decode(token_id))
+
+    def finish(self) -> str:
+        """Return what is still unfinished: one U+FFFD, or nothing. Not to be pushed to afterwards."""
+        return self._own(self._flush())
+
+    def _last_tokens(self, prompt_ids: Sequence[int]) -> list[int]:
+        """Return the prompt's last CONTEXT tokens that have a text, or fewer where there are none."""
+        last: list[int] = []
+        for token_id in reversed(prompt_ids):
+            if not self._detokenizer.silent(token_id):
+                last.append(token_id)
+                if len(last) == CONTEXT:
+                    break
+        return last[::-1]
+
+    def _decode(self, token_id: int) -> str:
+        byte = self._detokenizer.byte(token_id)
+        if byte is not None:
+            # From here the window is the byte's token alone: the next word's context. Its text is not used.
+            text = (REPLACEMENT if self._held else "") + self._utf8.decode(byte)
+            self._window = [token_id]
+            self._held = False
+            self._released = len(self._detokenizer.decode(self._window))
+            return text
+        text = self._utf8.decode(b"", final=True)
+        if len(self._window) == WINDOW:
+            # Also where a character is cut at the window's left: its last bytes read as U+FFFD, in the part that is released.
+            del self._window[:-CONTEXT]
+            self._released = len(self._detokenizer.decode(self._window)) - self._held
+        self._window.append(token_id)
+        whole = self._detokenizer.decode(self._window)
+        self._held = whole.endswith(REPLACEMENT)
+        end = len(whole) - self._held
+        text += whole[self._released : end]
+        self._released = max(self._released, end)
+        return text
+
+    def _flush(self) -> str:
+        text = (REPLACEMENT if self._held else "") + self._utf8.decode(b"", final=True)
+        self._held = False
+        return text
+
+    def _own(self, text: str) -> str:
+        if self._prompts and text:
+            self._prompts = False
+            return text.removeprefix(REPLACEMENT)
+        return text
+
+
+class StopString:
+    """One stop string and how much of it the text so far ends with (Knuth, Morris and Pratt: linear in the text, whatever the string)."""
+
+    def __init__(self, text: str) -> None:
+        if not text:
+            raise ValueError("a stop string is empty; it must have at least one character")
+        self.text = text
+        self.matched = 0
+        """Length of the longest proper prefix of the stop string that the text ends with."""
+        self._border = [0] * (len(text) + 1)  # of text[:i], the longest proper prefix that is also its suffix
+        for end in range(2, len(text) + 1):
+            self._border[end] = self._extend(self._border[end - 1], text[end - 1])
+
+    def feed(self, piece: str) -> int | None:
+        """Read the text's next piece; return where in the piece the stop string ends when it is completed, None otherwise.
+
+        Not to be fed further once completed.
+        """
+        if not self.matched and self.text[0] not in piece:
+            return None
+        matched = self.matched
+        for index, character in enumerate(piece):
+            matched = self._extend(matched, character)
+            if matched == len(self.text):
+                return index + 1
+        self.matched = matched
+        return None
+
+    def _extend(self, matched: int, character: str) -> int:
+        while matched and self.text[matched] != character:
+            matched = self._border[matched]
+        return matched + 1 if self.text[matched] == character else 0
+
+
+class TextStream:
+    """One sequence's text as it may be shown: whole characters, ended before the first stop string.
+
+    Push the chosen tokens one by one, those of an accepted run too, and look at `stopped` after each: the tokens after the one that set it
+    are not part of the answer. At the end of a sequence that was not stopped, call finish for what was held back.
+    The pieces that push and finish return, joined, are the text.
+    """
+
+    def __init__(self, characters: CharacterStream, stop: Sequence[str]) -> None:
+        self.stopped = False
+        """A stop string was completed; the text ends before it (before the one that starts first, if several were)."""
+        self._characters = characters
+        self._stops = [StopString(text) for text in stop]
+        self._held = ""  # the longest end of the text that could still become part of a stop string
+
+    def push(self, token_id: int) -> str:
+        """Return the text that may be shown once this token is known; "" from the stop string on."""
+        return self._release(self._characters.push(token_id))
+
+    def finish(self) -> str:
+        """Return the text that was held back; "" after a stop string. Nothing may be pushed afterwards."""
+        text = self._release(self._characters.finish())
+        if not self.stopped:
+            text += self._held
+        self._held = ""
+        return text
+
+    def _release(self, piece: str) -> str:
+        if self.stopped or not piece:
+            return ""
+        if not self._stops:
+            return piece
+        text = self._held + piece
+        starts = []
+        for stop in self._stops:
+            end = stop.feed(piece)
+            if end is not None:
+                starts.append(len(self._held) + end - len(stop.text))
+        if starts:
+            self.stopped = True
+            self._held = ""
+            return text[: min(starts)]
+        keep = max(stop.matched for stop in self._stops)
+        shown = len(text) - keep
+        self._held = text[shown:]
+        return text[:shown]

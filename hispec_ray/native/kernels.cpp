@@ -1,0 +1,405 @@
+// The decoder's layers on a CPU. Every number of a row is computed from that row alone, in an order that
+// depends on nothing else: not on how many rows there are, which rows stand beside it, how many threads run,
+// or where its blocks lie. So a row is the same to the bit whenever and however it is computed.
+//
+// One inner loop serves products, attention scores and attention sums: `panel_product`, a dot product of up to
+// ROWS rows of floats with PANEL columns, each column summed in order of k in one fp32 accumulator. Weights,
+// keys and values are stored as panels: columns side by side, and for bf16 two steps of k in one 32-bit word,
+// so that a shift and a mask turn one load into two vectors.
+#include <omp.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#ifdef __AVX512F__
+constexpr int LANES = 16, ROWS = 12;
+#else
+constexpr int LANES = 8, ROWS = 6;
+#endif
+constexpr int PANEL = 2 * LANES;         // columns of a weight panel
+constexpr int CHUNK = 16;                // columns of a panel of values; head sizes are padded to it
+constexpr int64_t TILE_FLOATS = 48 << 10;  // input rows kept in the second-level cache while panels stream by
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+typedef uint16_t bf16;
+
+#define UNROLL _Pragma("GCC unroll 16")
+
+static inline vec load(const float* p) { vec v; std::memcpy(&v, p, sizeof v); return v; }
+static inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
+static inline vec splat(float a) { return vec{} + a; }
+static inline float widen(float x) { return x; }
+static inline float widen(bf16 x) { uint32_t u = uint32_t(x) << 16; float f; std::memcpy(&f, &u, 4); return f; }
+static inline void narrow(float x, float& out) { out = x; }
+static inline void narrow(float x, bf16& out) {  // round to nearest, ties to even; NaN stays NaN
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  out = (u & 0x7fffffffu) > 0x7f800000u ? bf16((u >> 16) | 64) : bf16((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+}
+
+// Where column c at step k lies in a panel of `width` columns.
+static inline int64_t panel_index(const float*, int64_t k, int64_t c, int64_t width) { return k * width + c; }
+static inline int64_t panel_index(const bf16*, int64_t k, int64_t c, int64_t width) { return (k >> 1) * 2 * width + c * 2 + (k & 1); }
+
+static inline vec even(const float* w, int64_t, int j) { return load(w + j * LANES); }
+static inline vec odd(const float* w, int64_t width, int j) { return load(w + width + j * LANES); }
+static inline uvec words(const bf16* w, int j) { uvec u; std::memcpy(&u, w + j * 2 * LANES, sizeof u); return u; }
+static inline vec even(const bf16* w, int64_t, int j) { return (vec)(words(w, j) << 16); }
+static inline vec odd(const bf16* w, int64_t, int j) { return (vec)(words(w, j) & 0xffff0000u); }
+
+// acc[r][:] += sum over k < depth of x[r][k] * w[k][:], in order of k.
+template <int R, int V, class W>
+static inline void accumulate(vec (&acc)[R][V], const float* __restrict x, int64_t ldx, const W* __restrict w, int64_t depth) {
+  constexpr int64_t width = V * LANES;
+  int64_t k = 0;
+#pragma GCC unroll 1
+  for (; k + 1 < depth; k += 2, w += 2 * width) {
+    __builtin_prefetch(reinterpret_cast<const char*>(w) + 2048);
+    vec b[V];
+    UNROLL for (int j = 0; j < V; ++j) b[j] = even(w, width, j);
+    UNROLL for (int r = 0; r < R; ++r) {
+      vec a = splat(x[r * ldx + k]);
+      UNROLL for (int j = 0; j < V; ++j) acc[r][j] += a * b[j];
+    }
+    UNROLL for (int j = 0; j < V; ++j) b[j] = odd(w, width, j);
+    UNROLL for (int r = 0; r < R; ++r) {
+      vec a = splat(x[r * ldx + k + 1]);
+      UNROLL for (int j = 0; j < V; ++j) acc[r][j] += a * b[j];
+    }
+  }
+  if (k < depth) {
+    UNROLL for (int r = 0; r < R; ++r) {
+      vec a = splat(x[r * ldx + k]);
+      UNROLL for (int j = 0; j < V; ++j) acc[r][j] += a * even(w, width, j);
+    }
+  }
+}
+
+// out[r][:] (+)= x[r] . panel for rows r < rows; V vectors of columns, `out` rows are ldo floats apart.
+template <int R, int V, class W>
+static void panel_rows(int rows, const float* x, int64_t ldx, const W* w, int64_t depth, float* out, int64_t ldo, bool add) {
+  if constexpr (R > 0) {
+    if (rows < R) return panel_rows<R - 1, V>(rows, x, ldx, w, depth, out, ldo, add);
+    vec acc[R][V] = {};
+    if (add) UNROLL for (int r = 0; r < R; ++r) UNROLL for (int j = 0; j < V; ++j) acc[r][j] = load(out + r * ldo + j * LANES);
+    accumulate<R, V>(acc, x, ldx, w, depth);
+    UNROLL for (int r = 0; r < R; ++r) UNROLL for (int j = 0; j < V; ++j) store(out + r * ldo + j * LANES, acc[r][j]);
+  }
+}
+
+template <int V, class W>
+static void panel_product(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t depth, float* out, int64_t ldo, bool add) {
+  while (rows > 0) {  // 8 rows run as 4 and 4, not 6 and 2
+    int now = int(rows > 2 * ROWS ? ROWS : rows > ROWS ? (rows + 1) / 2 : rows);
+    panel_rows<ROWS, V>(now, x, ldx, w, depth, out, ldo, add);
+    x += now * ldx, out += now * ldo, rows -= now;
+  }
+}
+
+// exp on a vector: 2^n * e^r with a degree-6 polynomial (Cephes' expf); results under 1e-38 are 0.
+static inline vec exp_vec(vec x) {
+  const float low = -87.0f, high = 88.0f;
+  ivec under = x < low;
+  x = x < low ? splat(low) : x;
+  x = x > high ? splat(high) : x;
+  vec t = x * 1.44269504088896341f + 12582912.0f;  // round to nearest: 1.5 * 2^23
+  ivec n = (ivec)t - 0x4b400000;
+  vec fn = t - 12582912.0f;
+  vec r = x - fn * 0.693359375f;
+  r = r - fn * -2.12194440e-4f;
+  vec p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  p = p * (vec)((n + 127) << 23);
+  return (vec)((ivec)p & ~under);
+}
+
+struct Norm { const float *weight, *bias; };
+struct Matrix { const void* panels; const float* bias; int64_t in, out; };  // bias may be null
+
+struct Layer {
+  Norm attention_norm, mlp_norm;
+  const float *query_norm, *key_norm;  // null where the family has none
+  Matrix qkv, out, gate, up, down;     // gate.panels is null where the MLP is plain
+  void *keys, *values;                 // [blocks][kv_heads] panels
+};
+
+struct Model {
+  int64_t width, heads, kv_heads, head_size, padded_head, intermediate, block_size, threads;
+  int64_t layer_norm, relu, bf16_weights;  // flags
+  float norm_eps, scale;
+  const float *cosines, *sines;  // [positions][head_size / 2]; null where positions are learned
+};
+
+struct Rows {
+  int64_t rows, slots_count, table_width;
+  const int64_t *positions, *table, *tables, *slots, *slot_rows;
+};
+
+static float lane_sum(const float* x, const float* y, int64_t n) {  // sum of x * y: lanes first, then lanes in order, then the rest
+  vec acc = {};
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) acc += load(x + i) * load(y + i);
+  float sum = 0;
+  for (int j = 0; j < LANES; ++j) sum += acc[j];
+  for (; i < n; ++i) sum += x[i] * y[i];
+  return sum;
+}
+
+static void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* out) {
+  float inverse = 1.0f / std::sqrt(lane_sum(x, x, n) / float(n) + eps);
+  for (int64_t i = 0; i < n; ++i) out[i] = x[i] * inverse * weight[i];
+}
+
+static void norm_row(const Model& m, const Norm& norm, const float* x, float* out) {
+  if (!m.layer_norm) return rms_norm(x, norm.weight, m.norm_eps, m.width, out);
+  double sum = 0, squares = 0;
+  for (int64_t i = 0; i < m.width; ++i) sum += x[i];
+  float mean = float(sum / double(m.width));
+  for (int64_t i = 0; i < m.width; ++i) squares += double(x[i] - mean) * double(x[i] - mean);
+  float inverse = float(1.0 / std::sqrt(squares / double(m.width) + double(m.norm_eps)));
+  for (int64_t i = 0; i < m.width; ++i) out[i] = (x[i] - mean) * inverse * norm.weight[i] + norm.bias[i];
+}
+
+// Where a pass's threads meet. It spins for some microseconds, then gives its core away at every turn: a thread of
+// another process that took a core costs one time slice, where a barrier that only spins costs one at every layer.
+class Meeting {
+ public:
+  explicit Meeting(int threads) : threads_(threads) {}
+  void wait() {
+    int phase = phase_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      phase_.store(phase + 1, std::memory_order_release);
+      return;
+    }
+    for (int turn = 0; phase_.load(std::memory_order_acquire) == phase; ++turn)
+      if (turn > 4000) sched_yield();
+      else relax();
+  }
+
+ private:
+  static void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+  const int threads_;
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<int> phase_{0};
+};
+
+static inline void share(int64_t count, int thread, int threads, int64_t& from, int64_t& to) {
+  from = count * thread / threads, to = count * (thread + 1) / threads;
+}
+
+// One thread's columns of y = x W (+ bias), or y += x W + bias. `panels_from..to` are whole panels.
+template <class W>
+static void product(const float* x, int64_t ldx, int64_t rows, const Matrix& m, float* y, int64_t ldy, bool add, int64_t from, int64_t to) {
+  const W* panels = static_cast<const W*>(m.panels);
+  alignas(64) float tile[ROWS * PANEL];
+  int64_t step = std::max<int64_t>(ROWS, TILE_FLOATS / m.in / ROWS * ROWS);
+  for (int64_t first = 0; first < rows; first += step) {
+    int64_t last = std::min(rows, first + step);
+    for (int64_t p = from; p < to; ++p) {
+      int64_t column = p * PANEL, columns = std::min<int64_t>(PANEL, m.out - column);
+      for (int64_t r = first; r < last;) {
+        int64_t left = last - r, now = left > 2 * ROWS ? ROWS : left > ROWS ? (left + 1) / 2 : left;
+        panel_rows<ROWS, 2>(int(now), x + r * ldx, ldx, panels + p * m.in * PANEL, m.in, tile, PANEL, false);
+        for (int64_t i = 0; i < now; ++i) {
+          float *out = y + (r + i) * ldy + column, *in = tile + i * PANEL;
+          if (m.bias) for (int64_t c = 0; c < columns; ++c) in[c] += m.bias[column + c];
+          if (add) for (int64_t c = 0; c < columns; ++c) out[c] += in[c];
+          else std::memcpy(out, in, size_t(columns) * 4);
+        }
+        r += now;
+      }
+    }
+  }
+}
+
+template <class W>
+static void product_shared(const float* x, int64_t ldx, int64_t rows, const Matrix& m, float* y, int64_t ldy, bool add, int thread, int threads) {
+  int64_t from, to;
+  share((m.out + PANEL - 1) / PANEL, thread, threads, from, to);
+  product<W>(x, ldx, rows, m, y, ldy, add, from, to);
+}
+
+// Rotary embedding of one head, halves paired (Su et al., arXiv 2104.09864, in the layout of Hugging Face).
+static void rotate(float* x, const float* cosines, const float* sines, int64_t half) {
+  for (int64_t i = 0; i < half; ++i) {
+    float a = x[i], b = x[i + half];
+    x[i] = a * cosines[i] - b * sines[i];
+    x[i + half] = b * cosines[i] + a * sines[i];
+  }
+}
+
+static void prepare_head(const Model& m, const float* norm, int64_t position, float* head) {
+  if (norm) rms_norm(head, norm, m.norm_eps, m.head_size, head);
+  if (m.cosines) {
+    int64_t half = m.head_size / 2;
+    rotate(head, m.cosines + position * half, m.sines + position * half, half);
+  }
+}
+
+// Attention of the query heads of one key head, for one row: scores by blocks of keys, fp32 softmax, sum over values.
+template <class W>
+static void attend(const Model& m, const Layer& layer, const Rows& rows, int64_t row, int64_t kv_head, const float* query, float* out, std::vector<float>& scratch) {
+  const int64_t group = m.heads / m.kv_heads, size = m.padded_head, block_size = m.block_size;
+  const int64_t context = rows.positions[row] + 1, blocks = (context + block_size - 1) / block_size, padded = blocks * block_size;
+  const int64_t* table = rows.tables + rows.table[row] * rows.table_width;
+  const int64_t panel = block_size * size;
+  scratch.resize(size_t(group * (padded + 2 * size)));
+  float *scores = scratch.data(), *sums = scores + group * padded, *queries = sums + group * size;
+  std::memset(sums, 0, size_t(2 * group * size) * 4);
+  for (int64_t g = 0; g < group; ++g)
+    for (int64_t i = 0; i < m.head_size; ++i) queries[g * size + i] = query[g * m.head_size + i] * m.scale;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const W* keys = static_cast<const W*>(layer.keys) + (table[b] * m.kv_heads + kv_head) * panel;
+    for (int64_t c = 0; c < block_size; c += CHUNK)
+      panel_product<CHUNK / LANES>(group, queries, size, keys + c * size, m.head_size, scores + b * block_size + c, padded, false);
+  }
+  for (int64_t g = 0; g < group; ++g) {
+    float* score = scores + g * padded;
+    float top = score[0], total = 0;
+    for (int64_t i = 1; i < context; ++i) top = std::max(top, score[i]);
+    for (int64_t i = context; i < padded; ++i) score[i] = -INFINITY;
+    vec part = {};
+    for (int64_t i = 0; i < padded; i += LANES) {
+      vec e = exp_vec(load(score + i) - top);
+      store(score + i, e);
+      part += e;
+    }
+    for (int j = 0; j < LANES; ++j) total += part[j];
+    float inverse = 1.0f / total;
+    for (int64_t i = 0; i < context; ++i) score[i] *= inverse;
+  }
+  for (int64_t c = 0; c < size; c += CHUNK)
+    for (int64_t b = 0; b < blocks; ++b) {
+      const W* values = static_cast<const W*>(layer.values) + (table[b] * m.kv_heads + kv_head) * panel;
+      int64_t depth = std::min(block_size, context - b * block_size);
+      panel_product<CHUNK / LANES>(group, scores + b * block_size, padded, values + c * block_size, depth, sums + c, size, true);
+    }
+  for (int64_t g = 0; g < group; ++g) std::memcpy(out + g * m.head_size, sums + g * size, size_t(m.head_size) * 4);
+}
+
+// Key panels hold CHUNK positions as columns and the head's entries as steps; value panels the other way round.
+template <class W>
+static void write_slot(const Model& m, const Layer& layer, int64_t slot, int64_t kv_head, const float* key, const float* value) {
+  int64_t block = slot / m.block_size, offset = slot % m.block_size, size = m.padded_head, panel = m.block_size * size;
+  W* keys = static_cast<W*>(layer.keys) + (block * m.kv_heads + kv_head) * panel + offset / CHUNK * CHUNK * size;
+  W* values = static_cast<W*>(layer.values) + (block * m.kv_heads + kv_head) * panel;
+  for (int64_t i = 0; i < m.head_size; ++i) {
+    narrow(key[i], keys[panel_index(keys, i, offset % CHUNK, CHUNK)]);
+    narrow(value[i], values[i / CHUNK * CHUNK * m.block_size + panel_index(values, offset, i % CHUNK, CHUNK)]);
+  }
+}
+
+// Calls body(thread) once on each of `threads` threads; exactly that many, since they meet.
+template <class Body>
+static void run_team(int threads, Body body) {
+  omp_set_dynamic(0);
+#pragma omp parallel num_threads(threads)
+  body(omp_get_thread_num());
+}
+
+template <class W>
+static void run_layers(const Model& m, const Layer* layers, int64_t count, const Rows& rows, float* hidden, float* scratch) {
+  const int64_t n = rows.rows, width = m.width, query_width = m.heads * m.head_size, kv_width = m.kv_heads * m.head_size;
+  const int64_t qkv_width = query_width + 2 * kv_width, group = m.heads / m.kv_heads;
+  float *normed = scratch, *qkv = normed + n * width, *mixed = qkv + n * qkv_width, *inner = mixed + n * query_width;
+  float* gates = inner + n * m.intermediate;
+  const int threads = int(m.threads);
+  Meeting meeting(threads);
+  std::vector<std::atomic<int64_t>> taken(static_cast<size_t>(count));  // (row, key head) pairs handed out, per layer
+  run_team(threads, [&](int thread) {
+    std::vector<float> buffer, key(size_t(m.head_size));
+    int64_t from, to;
+    for (int64_t l = 0; l < count; ++l) {
+      const Layer& layer = layers[l];
+      share(n, thread, threads, from, to);
+      for (int64_t r = from; r < to; ++r) norm_row(m, layer.attention_norm, hidden + r * width, normed + r * width);
+      meeting.wait();
+      product_shared<W>(normed, width, n, layer.qkv, qkv, qkv_width, false, thread, threads);
+      meeting.wait();
+      share(rows.slots_count * m.kv_heads, thread, threads, from, to);
+      for (int64_t i = from; i < to; ++i) {
+        int64_t slot = i / m.kv_heads, head = i % m.kv_heads, row = rows.slot_rows[slot];
+        const float* source = qkv + row * qkv_width + query_width + head * m.head_size;
+        std::copy(source, source + m.head_size, key.begin());
+        prepare_head(m, layer.key_norm, rows.positions[row], key.data());
+        write_slot<W>(m, layer, rows.slots[slot], head, key.data(), source + kv_width);
+      }
+      share(n * m.heads, thread, threads, from, to);
+      for (int64_t i = from; i < to; ++i)
+        prepare_head(m, layer.query_norm, rows.positions[i / m.heads], qkv + i / m.heads * qkv_width + i % m.heads * m.head_size);
+      meeting.wait();
+      for (int64_t i; (i = taken[size_t(l)].fetch_add(1, std::memory_order_relaxed)) < n * m.kv_heads;) {
+        int64_t row = i / m.kv_heads, head = i % m.kv_heads, at = head * group * m.head_size;
+        attend<W>(m, layer, rows, row, head, qkv + row * qkv_width + at, mixed + row * query_width + at, buffer);
+      }
+      meeting.wait();
+      product_shared<W>(mixed, query_width, n, layer.out, hidden, width, true, thread, threads);
+      meeting.wait();
+      share(n, thread, threads, from, to);
+      for (int64_t r = from; r < to; ++r) norm_row(m, layer.mlp_norm, hidden + r * width, normed + r * width);
+      meeting.wait();
+      share((m.intermediate + PANEL - 1) / PANEL, thread, threads, from, to);
+      product<W>(normed, width, n, layer.up, inner, m.intermediate, false, from, to);
+      if (layer.gate.panels) product<W>(normed, width, n, layer.gate, gates, m.intermediate, false, from, to);
+      int64_t begin = from * PANEL, end = std::min(m.intermediate, to * PANEL);
+      for (int64_t r = 0; r < n; ++r) {
+        float *up = inner + r * m.intermediate, *gate = gates + r * m.intermediate;
+        if (!layer.gate.panels) {
+          for (int64_t i = begin; i < end; ++i) up[i] = std::max(up[i], 0.0f);
+          continue;
+        }
+        for (int64_t i = begin; i < end; i += LANES) {  // the last vector may be short: through a copy, so that every entry meets the same code
+          alignas(64) float a[LANES] = {}, b[LANES] = {};
+          size_t bytes = size_t(std::min<int64_t>(LANES, end - i)) * 4;
+          std::memcpy(a, gate + i, bytes), std::memcpy(b, up + i, bytes);
+          vec g = load(a);
+          store(a, g / (exp_vec(-g) + 1.0f) * load(b));
+          std::memcpy(up + i, a, bytes);
+        }
+      }
+      meeting.wait();
+      product_shared<W>(inner, m.intermediate, n, layer.down, hidden, width, true, thread, threads);
+      meeting.wait();
+    }
+  });
+}
+
+template <class W>
+static void run_head(const Model& m, const Norm& norm, const Matrix& head, int64_t n, const float* hidden, float* scratch, float* logits) {
+  for (int64_t r = 0; r < n; ++r) norm_row(m, norm, hidden + r * m.width, scratch + r * m.width);
+  run_team(int(m.threads), [&](int thread) { product_shared<W>(scratch, m.width, n, head, logits, head.out, false, thread, int(m.threads)); });
+}
+
+extern "C" {
+int64_t hispec_panel() { return PANEL; }
+int64_t hispec_chunk() { return CHUNK; }
+
+// Runs layers in place on hidden [rows, width]. scratch: rows * (width + qkv width + query width + 2 * intermediate) floats.
+void hispec_run_layers(const Model* m, const Layer* layers, int64_t count, const Rows* rows, float* hidden, float* scratch) {
+  if (m->bf16_weights) run_layers<bf16>(*m, layers, count, *rows, hidden, scratch);
+  else run_layers<float>(*m, layers, count, *rows, hidden, scratch);
+}
+
+// logits [rows, vocabulary] of hidden [rows, width]; scratch: rows * width floats.
+void hispec_run_head(const Model* m, const Norm* norm, const Matrix* head, int64_t rows, const float* hidden, float* scratch, float* logits) {
+  if (m->bf16_weights) run_head<bf16>(*m, *norm, *head, rows, hidden, scratch, logits);
+  else run_head<float>(*m, *norm, *head, rows, hidden, scratch, logits);
+}
+}
