@@ -1,0 +1,176 @@
+"""The engine on a thread of its own, for callers that live in an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+
+
+from hispec_ray.config import Settings
+from hispec_ray.engine.engine import Engine
+from hispec_ray.request import GenerationRequest, TokenDelta
+
+
+class EngineDeadError(RuntimeError):
+    """The engine's thread ended on an error; the message is that error's."""
+
+
+class _Mailbox:
+    """Deltas on their way from the engine's thread to one caller's event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ready = asyncio.Event()
+        self._deltas: list[TokenDelta] = []
+        self._error: BaseException | None = None
+
+    def put(self, deltas: list[TokenDelta], error: BaseException | None = None) -> None:
+        """From the engine's thread. A caller whose loop is closed is gone and misses nothing."""
+        try:
+            self._loop.call_soon_threadsafe(self._deliver, deltas, error)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+
+    def _deliver(self, deltas: list[TokenDelta], error: BaseException | None) -> None:
+        self._deltas += deltas
+        self._error = self._error or error
+        self._ready.set()
+
+    async def take(self) -> list[TokenDelta]:
+        """Return what has arrived, waiting until something has; raises the error that was delivered."""
+        await self._ready.wait()
+        self._ready.clear()
+        if self._error is not None and not self._deltas:
+            raise self._error
+        deltas, self._deltas = self._deltas, []
+        if self._error is not None:
+            self._ready.set()
+        return deltas
+
+
+class AsyncEngine:
+    """Streams answers from an engine that steps on its own thread; the event loop never waits for a step.
+
+    Requests from any number of tasks and loops share the engine's batch.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tokenizer = engine.tokenizer
+        self.max_model_len = engine.max_model_len
+        self.vocabulary = engine.vocabulary
+        self.model_name: str = engine.settings.model.served_name or engine.settings.model.path
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._mailboxes: dict[str, _Mailbox] = {}
+        self._error: BaseException | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="hispec-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> AsyncEngine:
+        """Load the model (seconds). Raises ValueError when the settings do not fit it."""
+        return cls(Engine(settings))
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[TokenDelta]]:
+        """Run requests together and yield, step by step, the deltas that belong to them, until each has its finish_reason.
+
+        All enter or none. Leaving the iterator early aborts what is unfinished; its blocks are free within a step.
+        Raises RequestError or QueueFullError before the first yield, EngineDeadError when the engine has died.
+        """
+        self.check_health()
+        mailbox = _Mailbox()
+        unfinished = {request.id for request in requests}
+        self._commands.put(lambda: self._enter(requests, mailbox))
+        try:
+            while unfinished:
+                deltas = await mailbox.take()
+                unfinished -= {delta.request_id for delta in deltas if delta.finish_reason is not None}
+                if deltas:
+                    yield deltas
+        finally:
+            if unfinished:
+                self._commands.put(lambda: self._leave(unfinished))
+
+    def stats(self) -> dict[str, float]:
+        """Return gauges and counters: sequences running and waiting, share of the cache in use, tokens, work per level."""
+        engine = self.engine
+        figures: dict[str, float] = {
+            "running": engine.scheduler.running,
+            "waiting": engine.scheduler.waiting,
+            "preemptions": engine.scheduler.preemptions,
+            "kv_blocks_used": engine.pool.used,
+            "kv_usage": engine.pool.usage,
+            "generated_tokens": engine.generated,
+        }
+        for name, counts in zip(engine.levels, engine.counts, strict=True):
+            for figure in ("passes", "rows", "seen", "accepted", "own"):
+                figures[f"{name}_{figure}"] = getattr(counts, figure)
+        return figures
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError when the engine's thread has ended."""
+        if self._error is not None:
+            raise EngineDeadError(f"the engine has stopped: {type(self._error).__name__}: {self._error}")
+        if self._closed:
+            raise EngineDeadError("the engine has been closed")
+
+    def close(self) -> None:
+        """Stop after the step that runs now; callers that still wait get EngineDeadError."""
+        self._closed = True
+        self._commands.put(None)
+        self._thread.join()
+
+    def _enter(self, requests: Sequence[GenerationRequest], mailbox: _Mailbox) -> None:
+        entered: list[str] = []
+        try:
+            for request in requests:
+                self.engine.add(request)
+                entered.append(request.id)
+        except Exception as error:  # the caller's to handle, whatever it is
+            for request_id in entered:
+                self.engine.abort(request_id)
+            mailbox.put([], error)
+            return
+        self._mailboxes.update((request.id, mailbox) for request in requests)
+
+    def _leave(self, request_ids: set[str]) -> None:
+        for request_id in request_ids:
+            if self._mailboxes.pop(request_id, None) is not None:
+                self.engine.abort(request_id)
+
+    def _serve(self) -> None:
+        try:
+            while self._obey():
+                self._dispatch(self.engine.step())
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            end = EngineDeadError("the engine has been closed" if self._error is None else f"the engine has stopped: {self._error}")
+            for mailbox in {id(m): m for m in self._mailboxes.values()}.values():
+                mailbox.put([], end)
+
+    def _obey(self) -> bool:
+        """Carry out what callers asked for since the last step; wait when there is nothing to run. False when it is time to stop."""
+        while True:
+            try:
+                command = self._commands.get(block=not self.engine.has_work)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _dispatch(self, deltas: list[TokenDelta]) -> None:
+        batches: dict[int, tuple[_Mailbox, list[TokenDelta]]] = {}
+        for delta in deltas:
+            mailbox = self._mailboxes[delta.request_id] if delta.finish_reason is None else self._mailboxes.pop(delta.request_id)
+            batches.setdefault(id(mailbox), (mailbox, []))[1].append(delta)
+        for mailbox, batch in batches.values():
+            mailbox.put(batch)
+
+

@@ -1,0 +1,149 @@
+"""The step loop: schedule, run, judge the new tokens one by one, hand out text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hispec_ray.config import Settings
+from hispec_ray.core.block_pool import BlockPool
+from hispec_ray.core.plan import LevelCounts, SequenceResult
+from hispec_ray.core.scheduler import Scheduler
+from hispec_ray.core.sequence import Sequence
+from hispec_ray.engine.detokenizer import Detokenizer, TextStream
+from hispec_ray.model.weights import ModelSource, open_model
+from hispec_ray.request import FinishReason, GenerationRequest, RequestError, TokenDelta
+from hispec_ray.shard.inline import InlineExecutor
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What the engine keeps of a request that is not finished."""
+
+    request: GenerationRequest
+    sequence: Sequence
+    text: TextStream
+
+
+class Engine:
+    """Many requests at once over one model. Not thread-safe; `AsyncEngine` gives it a thread of its own.
+
+    counts: per level, what it has done since the start; generated: tokens handed out since the start.
+    Raises ValueError when the settings do not fit the model or the machine.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.source: ModelSource = open_model(settings.model.path)
+        architecture = self.source.architecture
+        wanted = settings.model.max_model_len
+        if wanted and wanted > architecture.attention_limit:
+            raise ValueError(f"model.max_model_len is {wanted}; for {self.source.name} it must be from 1 to {architecture.attention_limit}")
+        self.max_model_len = wanted or architecture.attention_limit
+        self.vocabulary = architecture.vocabulary
+        self.tokenizer = self.source.tokenizer()
+        self.executor = InlineExecutor(settings, self.source)
+        self.levels = self.executor.levels
+        self.pool = BlockPool(self.executor.blocks, settings.cache.block_size, settings.cache.prefix_caching)
+        limits = settings.scheduler
+        self.scheduler = Scheduler(self.pool, limits.max_sequences, limits.max_batch_rows, limits.max_queued, self.executor.window)
+        self.counts = [LevelCounts() for _ in self.levels]
+        self.generated = 0
+        self._detokenizer = Detokenizer(self.tokenizer)
+        self._eos = frozenset(architecture.eos_token_ids)
+        self._answers: dict[int, _Answer] = {}
+        self._empty: list[str] = []  # requests for no tokens at all, to be answered at the next step
+        self._ids = 0
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise RequestError when the prompt is empty, has ids outside the vocabulary, or does not fit the context with max_tokens."""
+        prompt, wanted = request.prompt_ids, request.params.max_tokens
+        if not prompt:
+            raise RequestError("the prompt is empty; it must have at least one token", "prompt")
+        for token in prompt:
+            if not 0 <= token < self.vocabulary:
+                raise RequestError(f"the prompt has token id {token}; ids must be from 0 to {self.vocabulary - 1}", "prompt")
+        # the last token is never run, so an answer may end one past the last position
+        if len(prompt) + max(1, wanted or 0) > self.max_model_len:
+            asked = f"{len(prompt)} in the prompt" + (f" and {wanted} in the answer" if wanted else " and at least 1 in the answer")
+            raise RequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens, but {asked} were asked for; "
+                "shorten the prompt or lower max_tokens",
+                "prompt" if len(prompt) >= self.max_model_len else "max_tokens",
+                "context_length_exceeded",
+            )
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises RequestError (see `check`, or when the cache could never hold it) and QueueFullError."""
+        self.check(request)
+        prompt, params = request.prompt_ids, request.params
+        if params.max_tokens == 0:
+            self._empty.append(request.id)
+            return
+        limit = self.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
+        if params.max_tokens is None:  # "as much as fits": the pool is a bound like the context
+            limit = min(limit, max(len(prompt) + 1, self.pool.blocks * self.pool.block_size + 1))
+        if params.seed is None:
+            raise ValueError(f"request {request.id} has no seed; draw one before it enters the engine")
+        self._ids += 1
+        sequence = Sequence(self._ids, request.id, list(prompt), limit, params.temperature, params.seed)
+        self.scheduler.add(sequence)
+        self._answers[self._ids] = _Answer(request, sequence, self._detokenizer.stream(prompt, params.stop))
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request and free its blocks at once; unknown ids are ignored."""
+        for sequence in self.scheduler.abort(request_id):
+            del self._answers[sequence.id]
+        if request_id in self._empty:
+            self._empty.remove(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._empty) or self.scheduler.has_work
+
+    def step(self) -> list[TokenDelta]:
+        """Run one round and return what it added, one delta for each request that has something new."""
+        deltas = [TokenDelta(request_id, finish_reason=FinishReason.LENGTH) for request_id in self._empty]
+        self._empty.clear()
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return deltas
+        result = self.executor.execute(plan)
+        for counts, done in zip(self.counts, result.levels, strict=True):
+            counts.add(done)
+        for sequence in result.sequences:
+            if sequence.tokens:
+                deltas.append(self._judge(sequence))
+            else:
+                self.scheduler.update(sequence.id, (), False)
+        return deltas
+
+    def _judge(self, result: SequenceResult) -> TokenDelta:
+        """Take the committed tokens one by one, as plain decoding would, up to the one that ends the answer."""
+        answer = self._answers[result.id]
+        sequence, stream, params = answer.sequence, answer.text, answer.request.params
+        room = sequence.limit - len(sequence.tokens)
+        pieces: list[str] = []
+        kept = 0
+        reason: FinishReason | None = None
+        for token in result.tokens:
+            kept += 1
+            if token in self._eos and not params.ignore_eos:
+                reason = FinishReason.STOP
+                break
+            pieces.append(stream.push(token))
+            if stream.stopped:
+                reason = FinishReason.STOP
+                break
+            if kept == room:
+                reason = FinishReason.LENGTH
+                break
+        if reason is not None:
+            pieces.append(stream.finish())
+            if stream.stopped:  # a stop string may end in a character that only the end completes
+                reason = FinishReason.STOP
+            del self._answers[result.id]
+        tokens = result.tokens[:kept]
+        self.generated += kept
+        self.scheduler.update(result.id, tokens, reason is not None)
+        levels = [self.levels[level] for level in result.levels[:kept]]
+        return TokenDelta(answer.request.id, "".join(pieces), tokens, levels, reason)

@@ -1,0 +1,127 @@
+"""The offline Python API: a model in this process, prompts in, answers out."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from hispec_ray.config import Settings
+from hispec_ray.engine.engine import Engine
+from hispec_ray.request import MAX_SEED, FinishReason, GenerationRequest, RequestError, SamplingParams, TokenDelta, choice_seed
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer. levels[i] names the level that chose token_ids[i] first: "draft", "check" or "full"."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    levels: list[str] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def add(self, delta: TokenDelta) -> None:
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.levels += delta.levels
+        self.finish_reason = delta.finish_reason
+
+
+@dataclass(slots=True)
+class Completion:
+    """A prompt with its `n` choices."""
+
+    prompt_ids: tuple[int, ...]
+    choices: list[Choice]
+
+    @property
+    def text(self) -> str:
+        """The first choice's text."""
+        return self.choices[0].text
+
+
+class LLM:
+    """A model loaded into this process.
+
+    settings: as in a deployment file; a mapping is validated. Raises ValueError when they do not fit the model.
+    """
+
+    def __init__(self, settings: Settings | Mapping[str, object] | None = None) -> None:
+        self.settings = settings if isinstance(settings, Settings) else Settings.model_validate(settings or {})
+        self.engine = Engine(self.settings)
+        self._serial = itertools.count()
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return token ids of a text, with the tokenizer's own special tokens; ids pass through."""
+        return tuple(self.engine.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """Return token ids of a conversation in the model's chat template, ready for the assistant's turn.
+
+        Raises RequestError when the model has no chat template.
+        """
+        if self.engine.tokenizer.chat_template is None:
+            raise RequestError(f"{self.engine.source.name} has no chat template; give a plain prompt", "messages")
+        text = self.engine.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        return tuple(self.engine.tokenizer.encode(text, add_special_tokens=False))
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = SamplingParams()) -> list[Completion]:  # noqa: B008
+        """Answer prompts together and return one Completion for each, in their order.
+
+        Waits for a place where the queue is full. Raises RequestError when a prompt cannot be answered; then none is.
+        """
+        many: list[Prompt] = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)  # type: ignore[list-item, arg-type]
+        each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(many):
+            raise RequestError(f"params has {len(each)} entries for {len(many)} prompts; give one, or one for each", "params")
+        completions = [Completion(self.encode(prompt), [Choice() for _ in range(p.n)]) for prompt, p in zip(many, each, strict=True)]
+        pending: list[tuple[GenerationRequest, Choice]] = []
+        for completion, p in zip(completions, each, strict=True):
+            pending += zip(self._requests(completion.prompt_ids, p), completion.choices, strict=True)
+        for request, _ in pending:
+            self.engine.check(request)
+        choices = {request.id: choice for request, choice in pending}
+        waiting = iter(pending)
+        try:
+            self._admit(waiting)
+            while self.engine.has_work:
+                for delta in self.engine.step():
+                    choices[delta.request_id].add(delta)
+                self._admit(waiting)
+        except BaseException:
+            for request_id in choices:
+                self.engine.abort(request_id)
+            raise
+        return completions
+
+    def stream(self, prompt: Prompt, params: SamplingParams = SamplingParams()) -> Iterator[TokenDelta]:  # noqa: B008
+        """Answer one prompt and yield what each round adds. Leaving early frees its blocks. Raises RequestError; n must be 1."""
+        if params.n != 1:
+            raise RequestError(f"n is {params.n}; a stream has one choice", "n")
+        request = self._requests(self.encode(prompt), params)[0]
+        self.engine.add(request)
+        try:
+            done = False
+            while not done:
+                for delta in self.engine.step():
+                    done = delta.finish_reason is not None
+                    yield delta
+        finally:
+            self.engine.abort(request.id)
+
+    def _requests(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> list[GenerationRequest]:
+        seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
+        return [
+            GenerationRequest(f"llm-{next(self._serial)}", prompt_ids, replace(params, n=1, seed=choice_seed(seed, i))) for i in range(params.n)
+        ]
+
+    def _admit(self, waiting: Iterator[tuple[GenerationRequest, Choice]]) -> None:
+        """Add requests while the queue has places."""
+        while self.engine.scheduler.waiting < self.settings.scheduler.max_queued:
+            entry = next(waiting, None)
+            if entry is None:
+                return
+            self.engine.add(entry[0])

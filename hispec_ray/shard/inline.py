@@ -1,0 +1,22 @@
+"""The shard in the engine's own process."""
+
+from __future__ import annotations
+
+from hispec_ray.config import Settings
+from hispec_ray.core.plan import StepPlan, StepResult
+from hispec_ray.model.weights import ModelSource
+from hispec_ray.shard.shard import Shard
+
+
+class InlineExecutor:
+    """Runs plans on one shard, on the thread that asks. blocks: of the key-value pool; levels: their names, shallow to deep."""
+
+    def __init__(self, settings: Settings, source: ModelSource) -> None:
+        self.shard = Shard(settings, source)
+        self.blocks = self.shard.blocks
+        self.levels = tuple(level.name for level in self.shard.levels)
+        self.window = self.shard.levels[-1].window
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one round; one SequenceResult for each sequence of the plan, in its order."""
+        return self.shard.execute(plan)

@@ -1,0 +1,97 @@
+"""One process's part of the model: loads it as the settings say and runs step plans on it."""
+
+from __future__ import annotations
+
+import torch
+
+from hispec_ray.config import Settings, SpeculationSettings
+from hispec_ray.core.plan import StepPlan, StepResult
+from hispec_ray.model.architecture import Architecture, check_exits
+from hispec_ray.model.decoder import Decoder
+from hispec_ray.model.native_decoder import NativeDecoder
+from hispec_ray.model.torch_decoder import TorchDecoder
+from hispec_ray.model.weights import ModelSource
+from hispec_ray.native.library import NativeUnavailableError, load
+from hispec_ray.speculation.choice import Choose, choose_native, choose_torch
+from hispec_ray.speculation.round import Level, Round
+
+_GIB = 2**30
+
+
+def levels_for(speculation: SpeculationSettings, layers: int) -> tuple[Level, ...]:
+    """Return the levels of the method, shallow to deep, the last at the full depth of `layers`.
+
+    Raises ValueError when the exits are out of order or deeper than the model.
+    """
+    draft = speculation.exits.draft or max(1, min(layers // 8, speculation.exits.check or layers))
+    check = speculation.exits.check or max(draft, layers // 4)
+    full = Level("full", layers, 0)
+    if speculation.method == "plain":
+        return (full,)
+    if speculation.method == "single":
+        check_exits(layers, draft, layers)
+        return Level("draft", draft, 0), Level("full", layers, speculation.draft_tokens)
+    check_exits(layers, draft, check)
+    return Level("draft", draft, 0), Level("check", check, speculation.draft_tokens), Level("full", layers, speculation.window)
+
+
+class Shard:
+    """The model of one process behind one method: `execute`.
+
+    levels: of the method, see `levels_for`; blocks: of the key-value pool; cache_bytes, weight_bytes: what they take.
+    Raises ValueError when the settings do not fit the model or the machine.
+    """
+
+    def __init__(self, settings: Settings, source: ModelSource) -> None:
+        architecture = source.architecture
+        self.levels = levels_for(settings.speculation, architecture.layers)
+        self.blocks = _block_count(settings, architecture)
+        if settings.model.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("model.device is 'cuda' and torch sees no CUDA device here; set it to 'cpu' or install a CUDA build of torch")
+        threads = settings.model.thread_count()
+        torch.set_num_threads(threads)
+        weights = source.weights(getattr(torch, settings.model.dtype))
+        self.weight_bytes = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in weights.values()}.values())
+        shape = {"positions": min(architecture.attention_limit, settings.model.max_model_len or architecture.attention_limit), "blocks": self.blocks}
+        self.decoder: Decoder
+        choose: Choose
+        if _wants_native(settings):
+            self.decoder = NativeDecoder(architecture, weights, block_size=settings.cache.block_size, threads=threads, **shape)
+            choose = choose_native(threads)
+        else:
+            device = torch.device(settings.model.device)
+            self.decoder = TorchDecoder(architecture, weights, block_size=settings.cache.block_size, device=device, **shape)
+            choose = choose_torch
+        self._round = Round(self.decoder, self.levels, choose)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one round; see `Round.run`."""
+        return self._round.run(plan)
+
+
+def _wants_native(settings: Settings) -> bool:
+    if settings.model.device != "cpu" or settings.model.kernels == "torch":
+        if settings.model.kernels == "native":
+            raise ValueError(f"model.kernels is 'native' and model.device is {settings.model.device!r}; native kernels run on 'cpu' only")
+        return False
+    try:
+        load()
+    except NativeUnavailableError as error:
+        if settings.model.kernels == "native":
+            raise ValueError(f"model.kernels is 'native', but {error}") from error
+        return False
+    return True
+
+
+def _block_count(settings: Settings, a: Architecture) -> int:
+    if settings.cache.blocks:
+        return settings.cache.blocks
+    block_bytes = 2 * a.layers * a.kv_heads * a.head_dim * settings.cache.block_size * getattr(torch, settings.model.dtype).itemsize
+    blocks = int(settings.cache.memory_gib * _GIB // block_bytes)
+    if blocks < 1:
+        raise ValueError(
+            f"cache.memory_gib is {settings.cache.memory_gib}; one block of {settings.cache.block_size} tokens takes "
+            f"{block_bytes / _GIB:.4f} GiB, so it must be at least that"
+        )
+    return blocks
