@@ -78,6 +78,13 @@ class SchedulerSettings(Group):
     """Requests that may wait; further ones are refused with 429."""
 
 
+class ServerSettings(Group):
+    """The HTTP side."""
+
+    max_body_mib: Annotated[float, Field(gt=0)] = 4.0
+    """Larger request bodies are refused with 413."""
+
+
 class Settings(Group):
     """The whole tree, as it stands under `args:` in a deployment file."""
 
@@ -85,6 +92,7 @@ class Settings(Group):
     speculation: SpeculationSettings = SpeculationSettings()
     cache: CacheSettings = CacheSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
+    server: ServerSettings = ServerSettings()
 
     @model_validator(mode="after")
     def _exits_in_order(self) -> Settings:

@@ -6,12 +6,14 @@ import itertools
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from hispec_ray.config import Settings
 from hispec_ray.engine.engine import Engine
 from hispec_ray.request import MAX_SEED, FinishReason, GenerationRequest, RequestError, SamplingParams, TokenDelta, choice_seed
 
 Prompt = str | Sequence[int]
+DEFAULT_PARAMS = SamplingParams()
 
 
 @dataclass(slots=True)
@@ -68,12 +70,15 @@ class LLM:
         text = self.engine.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         return tuple(self.engine.tokenizer.encode(text, add_special_tokens=False))
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = SamplingParams()) -> list[Completion]:  # noqa: B008
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = DEFAULT_PARAMS
+    ) -> list[Completion]:
         """Answer prompts together and return one Completion for each, in their order.
 
         Waits for a place where the queue is full. Raises RequestError when a prompt cannot be answered; then none is.
         """
-        many: list[Prompt] = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)  # type: ignore[list-item, arg-type]
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        many = cast(list[Prompt], [prompts] if single else list(prompts))
         each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(many):
             raise RequestError(f"params has {len(each)} entries for {len(many)} prompts; give one, or one for each", "params")
@@ -97,7 +102,7 @@ class LLM:
             raise
         return completions
 
-    def stream(self, prompt: Prompt, params: SamplingParams = SamplingParams()) -> Iterator[TokenDelta]:  # noqa: B008
+    def stream(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS) -> Iterator[TokenDelta]:
         """Answer one prompt and yield what each round adds. Leaving early frees its blocks. Raises RequestError; n must be 1."""
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a stream has one choice", "n")
@@ -115,7 +120,8 @@ class LLM:
     def _requests(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> list[GenerationRequest]:
         seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
         return [
-            GenerationRequest(f"llm-{next(self._serial)}", prompt_ids, replace(params, n=1, seed=choice_seed(seed, i))) for i in range(params.n)
+            GenerationRequest(f"llm-{next(self._serial)}", prompt_ids, replace(params, n=1, seed=choice_seed(seed, i)))
+            for i in range(params.n)
         ]
 
     def _admit(self, waiting: Iterator[tuple[GenerationRequest, Choice]]) -> None:

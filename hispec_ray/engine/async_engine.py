@@ -7,7 +7,6 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 
-
 from hispec_ray.config import Settings
 from hispec_ray.engine.engine import Engine
 from hispec_ray.request import GenerationRequest, TokenDelta
@@ -172,5 +171,3 @@ class AsyncEngine:
             batches.setdefault(id(mailbox), (mailbox, []))[1].append(delta)
         for mailbox, batch in batches.values():
             mailbox.put(batch)
-
-

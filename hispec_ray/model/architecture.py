@@ -92,9 +92,7 @@ def check_exits(layers: int, draft: int, check: int) -> None:
     if not 1 <= draft <= layers:
         raise ValueError(f"speculation.exits.draft is {draft}; it must be from 1 to {layers} (the model's depth)")
     if not draft <= check <= layers:
-        raise ValueError(
-            f"speculation.exits.check is {check}; it must be from {draft} (the draft exit) to {layers} (the model's depth)"
-        )
+        raise ValueError(f"speculation.exits.check is {check}; it must be from {draft} (the draft exit) to {layers} (the model's depth)")
 
 
 def rope_tables(config: Any, positions: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,9 @@ class KVCache:
     One block table a sequence serves every layer: block b holds positions of the same tokens in all of them.
     """
 
-    def __init__(self, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, layers: int, blocks: int, block_size: int, *, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.block_size = block_size
         self.blocks = torch.zeros(2, layers, blocks, block_size, kv_heads, head_dim, dtype=dtype, device=device)
 

@@ -181,4 +181,3 @@ class NativeDecoder:
             _pointer(logits.data_ptr()),
         )
         return logits
-

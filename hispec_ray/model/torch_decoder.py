@@ -20,7 +20,14 @@ class TorchDecoder:
     """
 
     def __init__(
-        self, architecture: Architecture, weights: dict[str, torch.Tensor], *, positions: int, blocks: int, block_size: int, device: torch.device
+        self,
+        architecture: Architecture,
+        weights: dict[str, torch.Tensor],
+        *,
+        positions: int,
+        blocks: int,
+        block_size: int,
+        device: torch.device,
     ) -> None:
         self.architecture = architecture
         self.blocks = blocks
@@ -29,7 +36,7 @@ class TorchDecoder:
         self._weights = {name: tensor.to(device) for name, tensor in weights.items()}
         a = architecture
         dtype = weights["embed.weight"].dtype
-        self.cache = KVCache(a.layers, blocks, block_size, a.kv_heads, a.head_dim, dtype, device)
+        self.cache = KVCache(a.layers, blocks, block_size, kv_heads=a.kv_heads, head_dim=a.head_dim, dtype=dtype, device=device)
         if not a.learned_positions:
             cosines, sines = rope_tables(a.config, positions)
             self._cosines, self._sines = (torch.cat((part, part), dim=-1).unsqueeze(1).to(device) for part in (cosines, sines))
@@ -69,7 +76,8 @@ class TorchDecoder:
 
     def run(self, first: int, last: int, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
         positions, slots, slot_rows = (torch.from_numpy(part).to(self._device) for part in (rows.positions, rows.slots, rows.slot_rows))
-        attention: Attention = GatheredAttention(rows, self.block_size) if self._device.type == "cpu" else VarlenAttention(rows, self._device)
+        on_cpu = self._device.type == "cpu"
+        attention: Attention = GatheredAttention(rows, self.block_size) if on_cpu else VarlenAttention(rows, self._device)
         a = self.architecture
         for i in range(first, last):
             normed = self._normed(f"layers.{i}.attn_norm", hidden)

@@ -52,7 +52,8 @@ class Shard:
         torch.set_num_threads(threads)
         weights = source.weights(getattr(torch, settings.model.dtype))
         self.weight_bytes = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in weights.values()}.values())
-        shape = {"positions": min(architecture.attention_limit, settings.model.max_model_len or architecture.attention_limit), "blocks": self.blocks}
+        positions = min(architecture.attention_limit, settings.model.max_model_len or architecture.attention_limit)
+        shape = {"positions": positions, "blocks": self.blocks}
         self.decoder: Decoder
         choose: Choose
         if _wants_native(settings):

@@ -52,16 +52,17 @@ class _Sequence:
     """A sequence during a round. Counts are relative to the plan's start.
 
     tokens: known tokens, tentative ones last; origins[i] is the level that chose tentative token i.
-    settled[l]: tokens that level l has chosen or kept. marks[l]: rows that segment l holds.
-    base: where the sequence's hidden rows begin in the round's buffers.
+    settled[l]: tokens that level l has chosen or kept. marks[l]: rows that segment l has run: the watermark.
+    held[l]: hidden rows marks[l + 1] .. marks[l] in pieces, waiting for the next segment: the only memory that the hierarchy adds.
+    line: the sequence's line in the block tables.
     """
 
-    __slots__ = ("base", "line", "marks", "origins", "plan", "settled", "tokens")
+    __slots__ = ("held", "line", "marks", "origins", "plan", "settled", "tokens")
 
-    def __init__(self, plan: SequencePlan, line: int, base: int, levels: int) -> None:
+    def __init__(self, plan: SequencePlan, line: int, levels: int) -> None:
         self.plan = plan
         self.line = line
-        self.base = base
+        self.held: list[list[torch.Tensor]] = [[] for _ in range(levels)]
         self.tokens = list(plan.tokens)
         self.origins: list[int] = []
         self.settled = [len(plan.tokens)] * levels
@@ -87,13 +88,9 @@ class Round:
         """Commit at least one token for every sequence that samples, and at most `room + 1`."""
         self._counts = [LevelCounts() for _ in self._levels]
         self._tables = np.zeros((len(plan.sequences), max(len(s.blocks) for s in plan.sequences)), dtype=np.int64)
-        states, total = [], 0
+        states = [_Sequence(sequence, line, len(self._levels)) for line, sequence in enumerate(plan.sequences)]
         for line, sequence in enumerate(plan.sequences):
             self._tables[line, : len(sequence.blocks)] = sequence.blocks
-            states.append(_Sequence(sequence, line, total, len(self._levels)))
-            total += len(sequence.tokens) + sequence.room
-        self._capacity = total
-        self._hidden: list[torch.Tensor | None] = [None] * len(self._levels)
         self._advance(self._top, states)
         results = [SequenceResult(s.plan.id, s.tokens[len(s.plan.tokens) :], s.origins) for s in states]
         return StepResult(results, self._counts)
@@ -104,7 +101,7 @@ class Round:
         self._verify(level, states)
 
     def _space(self, level: int, s: _Sequence) -> int:
-        """How many more tentative tokens the level's window takes: each level above still needs a place for the choice of the one below it."""
+        """How many more tentative tokens the level's window takes. Each level above keeps a place for the choice of the one below it."""
         known = len(s.tokens)
         space = s.plan.room - (known - s.settled[self._top]) - (self._top - level)
         for above in range(level, self._top + 1):
@@ -151,7 +148,9 @@ class Round:
         s.origins.append(level)
         for below in range(level + 1):
             s.settled[below] = len(s.tokens)
-            s.marks[below] = min(s.marks[below], len(s.tokens) - 1)
+            s.marks[below] = len(s.tokens) - 1
+        if level < self._top:
+            s.held[level] = _trim(s.held[level], s.marks[level] - s.marks[level + 1])
         count = self._counts[level]
         count.seen += tentative
         count.accepted += kept
@@ -163,47 +162,59 @@ class Round:
         starts: list[int] = []
         for segment in range(level + 1):
             before, starts = starts, [s.marks[segment] for s in states]
-            rows, places = self._rows(states, starts)
-            if segment == 0:
+            rows = self._rows(states, starts)
+            if hidden is None:
                 hidden = self._model.embed(rows)
             elif starts != before:
-                below = self._hidden[segment - 1]
-                assert below is not None
-                hidden = below[torch.from_numpy(places)]
-            assert hidden is not None
+                hidden = _join(hidden, segment - 1, before, states)
             first = self._levels[segment - 1].depth if segment else 0
             hidden = self._model.run(first, self._levels[segment].depth, hidden, rows)
             self._counts[segment].rows += len(rows)
-            waits = segment == level or starts != [s.marks[segment + 1] for s in states]
-            if segment < self._top and waits:
-                self._store(segment, places, hidden)
             for s in states:
                 s.marks[segment] = len(s.tokens)
         self._counts[level].passes += 1
         assert hidden is not None
+        if level < self._top:
+            row = 0
+            for s, start in zip(states, starts, strict=True):
+                end = row + len(s.tokens) - start
+                s.held[level].append(hidden[row:end])
+                row = end
         return hidden, starts
 
-    def _store(self, segment: int, places: np.ndarray[tuple[int, ...], np.dtype[np.int64]], hidden: torch.Tensor) -> None:
-        """Keep hidden rows for the next segment: the only memory that the hierarchy adds."""
-        buffer = self._hidden[segment]
-        if buffer is None:
-            buffer = self._hidden[segment] = hidden.new_empty(self._capacity, hidden.shape[1])
-        buffer[torch.from_numpy(places)] = hidden
-
-    def _rows(self, states: list[_Sequence], starts: list[int]) -> tuple[Rows, np.ndarray[tuple[int, ...], np.dtype[np.int64]]]:
-        """Rows from each sequence's start to its last known token, and their places in the round's buffers."""
+    def _rows(self, states: list[_Sequence], starts: list[int]) -> Rows:
+        """The rows from each sequence's start to its last known token."""
         tokens: list[int] = []
         positions: list[int] = []
         lines: list[int] = []
-        places: list[int] = []
         for s, start in zip(states, starts, strict=True):
             known = len(s.tokens)
             tokens += s.tokens[start:]
             positions += range(s.plan.start + start, s.plan.start + known)
             lines += [s.line] * (known - start)
-            places += range(s.base + start, s.base + known)
         position, line = np.array(positions, dtype=np.int64), np.array(lines, dtype=np.int64)
         size = self._model.block_size
         slots = self._tables[line, position // size] * size + position % size
-        rows = Rows(np.array(tokens, dtype=np.int64), position, line, self._tables, slots, np.arange(len(tokens), dtype=np.int64))
-        return rows, np.array(places, dtype=np.int64)
+        return Rows(np.array(tokens, dtype=np.int64), position, line, self._tables, slots, np.arange(len(tokens), dtype=np.int64))
+
+
+def _join(fresh: torch.Tensor, segment: int, starts: list[int], states: list[_Sequence]) -> torch.Tensor:
+    """Return the rows that wait after a segment and the fresh ones behind them, sequence by sequence, and let the waiting ones go."""
+    pieces: list[torch.Tensor] = []
+    row = 0
+    for s, start in zip(states, starts, strict=True):
+        end = row + len(s.tokens) - start
+        pieces += (*s.held[segment], fresh[row:end])
+        s.held[segment] = []
+        row = end
+    return torch.cat(pieces)
+
+
+def _trim(pieces: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
+    """Return the first `rows` rows of the pieces."""
+    kept: list[torch.Tensor] = []
+    for piece in pieces:
+        if rows > 0:
+            kept.append(piece[:rows])
+        rows -= len(piece)
+    return kept

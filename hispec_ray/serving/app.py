@@ -1,0 +1,26 @@
+"""The Serve application that deployments/*.yaml name: an ingress over a coordinator."""
+
+# No `from __future__ import annotations` here: Ray Serve looks at the annotation of build's parameter as it stands.
+
+from ray import serve
+from ray.serve import Application
+
+from hispec_ray.config import Settings
+from hispec_ray.serving.coordinator import Coordinator
+from hispec_ray.serving.ingress import Ingress
+
+MAX_ONGOING = 1024
+"""Requests that a replica takes on at once: more than the engine runs and lets wait, so that the engine's queue says when it is full."""
+
+
+def build(settings: Settings) -> Application:
+    """Return the application for these settings, which are what stands under `args:` in a deployment file.
+
+    A deployment file may override every option set here, under `deployments:`.
+    """
+    # What fails once in the constructor (no such model, exits that do not fit it) fails always.
+    coordinator = serve.deployment(max_ongoing_requests=MAX_ONGOING, max_constructor_retry_count=1)(Coordinator)
+    ingress = serve.deployment(max_ongoing_requests=MAX_ONGOING, ray_actor_options={"num_cpus": 0})(Ingress)
+    model = settings.model.served_name or settings.model.path
+    application: Application = ingress.bind(coordinator.bind(settings), model, int(settings.server.max_body_mib * 2**20))
+    return application

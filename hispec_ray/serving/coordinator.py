@@ -1,0 +1,138 @@
+"""The deployment that holds the engine: turns jobs into sequences of token ids and sends back what each step adds."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, Protocol
+
+from hispec_ray.config import Settings
+from hispec_ray.request import FinishReason, GenerationRequest, QueueFullError, RequestError, TokenDelta, choice_seed
+from hispec_ray.serving.answers import SERVER_FAILURE, Delta, Failure, Item, Started
+from hispec_ray.serving.protocol import Job
+
+logger = logging.getLogger("ray.serve")
+
+
+class StreamingEngine(Protocol):
+    """What is asked of an engine; `engine.AsyncEngine` is one."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[TokenDelta]]: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+    def check_health(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def load_engine(settings: Settings) -> StreamingEngine:
+    """Raises ValueError where the settings do not fit the model or the machine."""
+    from hispec_ray.engine.async_engine import AsyncEngine  # noqa: PLC0415  (torch: not wanted in the ingress and the builder)
+
+    return AsyncEngine.from_settings(settings)
+
+
+class Coordinator:
+    """Answers jobs from one engine. What goes wrong with a job is sent as a Failure, never raised across processes."""
+
+    def __init__(self, settings: Settings, load: Callable[[Settings], StreamingEngine] = load_engine) -> None:
+        self._engine: StreamingEngine | None = None
+        self._engine = load(settings)
+        # A tokenizer may be used by one thread at a time.
+        self._tokenizing = ThreadPoolExecutor(1, "hispec-tokenizer")
+
+    @property
+    def engine(self) -> StreamingEngine:
+        if self._engine is None:
+            raise RuntimeError("the engine has been closed")
+        return self._engine
+
+    async def generate(self, job: Job) -> AsyncGenerator[Item]:
+        """Send Started once the first tokens are there, then deltas until every choice has ended; at any point a Failure, as the last.
+
+        Choices are numbered prompt by prompt. Leaving the iterator early frees what the job holds within a step.
+        """
+        try:
+            prompts = await asyncio.get_running_loop().run_in_executor(self._tokenizing, self.tokenize, job)
+            requests = _requests(job, prompts)
+            index = {request.id: number for number, request in enumerate(requests)}
+            started = False
+            async with aclosing(self.engine.generate(requests)) as steps:  # type: ignore[type-var]
+                async for deltas in steps:
+                    if not started:
+                        started = True
+                        yield Started([len(prompt) for prompt in prompts])
+                    if any(delta.finish_reason is FinishReason.ABORT for delta in deltas):
+                        yield Failure(503, "The server ended this answer early")
+                        return
+                    yield [_delta(index, delta) for delta in deltas]
+        except RequestError as error:
+            yield Failure(400, error.message, param=error.field, code=error.code)
+        except QueueFullError as error:
+            yield Failure(429, f"The server is busy: {error}", code="rate_limit_exceeded", headers={"Retry-After": "1"})
+        except Exception:
+            logger.exception("job %s failed", job.id)
+            yield SERVER_FAILURE
+
+    def tokenize(self, job: Job) -> list[list[int]]:
+        """Return the token ids of each prompt; a chat is one. Raises RequestError where a chat template is missing or refuses."""
+        if job.messages:
+            return [self._chat_prompt(job.messages)]
+        return [self._text_prompt(prompt) if isinstance(prompt, str) else list(prompt) for prompt in job.prompts]
+
+    def _text_prompt(self, text: str) -> list[int]:
+        ids: list[int] = self.engine.tokenizer.encode(text)
+        return ids
+
+    def _chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        tokenizer = self.engine.tokenizer
+        if not tokenizer.chat_template:
+            raise RequestError("this model has no chat template; use /v1/completions", "messages")
+        try:
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template is a program of the model's maker and may raise anything
+            raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    async def health(self) -> dict[str, float]:
+        """Return the engine's figures. Raises where it is dead."""
+        self.engine.check_health()
+        return self.engine.stats()
+
+    def check_health(self) -> None:
+        """Ray Serve calls this now and then, and replaces a coordinator that raises."""
+        self.engine.check_health()
+
+    def close(self) -> None:
+        """Stop the engine; what runs ends with a Failure."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._tokenizing.shutdown(wait=False)
+            engine.close()
+
+    def __del__(self) -> None:
+        self.close()  # Ray Serve's way to end a deployment
+
+
+def _requests(job: Job, prompts: Sequence[Sequence[int]]) -> list[GenerationRequest]:
+    """One sequence for each choice of each prompt. Prompts of one job share their seeds, as if each had been sent alone."""
+    seed = secrets.randbits(63) if job.params.seed is None else job.params.seed
+    params = [replace(job.params, n=1, seed=choice_seed(seed, choice)) for choice in range(job.params.n)]
+    pairs = itertools.product(map(tuple, prompts), params)
+    return [GenerationRequest(f"{job.id}-{number}", prompt, param) for number, (prompt, param) in enumerate(pairs)]
+
+
+def _delta(index: Mapping[str, int], delta: TokenDelta) -> Delta:
+    reason = delta.finish_reason
+    return index[delta.request_id], delta.text, len(delta.token_ids), None if reason is None else reason.value

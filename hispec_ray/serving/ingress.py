@@ -1,0 +1,257 @@
+"""The HTTP side: OpenAI's routes over a coordinator. Knows no engine, no tokenizer and no model but its name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from hispec_ray.serving.answers import SERVER_FAILURE, Failure, Item, RequestFailed, Started, error, usage
+from hispec_ray.serving.protocol import Call, ChatBody, CompletionBody, GenerationBody, Job, read_chat, read_completion, unknown_model
+
+logger = logging.getLogger("ray.serve")
+
+HEALTH_TIMEOUT_S = 5.0
+"""How long a coordinator may take to say that it is well."""
+_REFERENCE = "#/components/schemas/{model}"
+
+
+class JobRunner(Protocol):
+    """A coordinator as the ingress sees it."""
+
+    def generate(self, job: Job) -> AsyncGenerator[Item]: ...
+
+    async def health(self) -> dict[str, float]: ...
+
+
+class RemoteCoordinator:
+    """The coordinator's replicas behind their Serve handle."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._unary = handle
+        self._stream = handle.options(stream=True)
+
+    async def generate(self, job: Job) -> AsyncGenerator[Item]:
+        """Leaving the iterator early cancels the job. Raises Ray's errors where the replica dies."""
+        items = self._stream.generate.remote(job)
+        ended = False
+        try:
+            async for item in items:
+                yield item
+            ended = True
+        finally:
+            if not ended:
+                items.cancel()
+
+    async def health(self) -> dict[str, float]:
+        figures: dict[str, float] = await self._unary.health.remote()
+        return figures
+
+
+@serve.ingress()
+class Ingress:
+    """The deployment: builds its ASGI app in the replica, over the coordinator's handle."""
+
+    def __init__(self, coordinator: DeploymentHandle, model: str, max_body_bytes: int) -> None:
+        self._app = create_app(RemoteCoordinator(coordinator), model, max_body_bytes)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._app
+
+
+def create_app(coordinator: JobRunner, model: str, max_body_bytes: int) -> FastAPI:
+    """Return the ASGI app. model: the id that clients use; max_body_bytes: larger bodies answer 413."""
+    app = FastAPI(title="hispec_ray", docs_url=None, redoc_url=None, redirect_slashes=False)
+    card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "hispec_ray"}
+
+    async def answer(request: Request, read: Callable[[bytes, str], Call]) -> Response:
+        return await respond(coordinator, read(await _body(request, max_body_bytes), model))
+
+    @app.post("/v1/completions", openapi_extra=_request_body(CompletionBody))
+    async def completions(request: Request) -> Response:
+        """Continue a text."""
+        return await answer(request, read_completion)
+
+    @app.post("/v1/chat/completions", openapi_extra=_request_body(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        return await answer(request, read_chat)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """List the models: the one that is served."""
+        return _json(200, {"object": "list", "data": [card]})
+
+    @app.get("/v1/models/{id:path}")
+    async def one_model(id: str) -> Response:
+        """Describe a model."""
+        if id != model:
+            raise RequestFailed(unknown_model(id, model))
+        return _json(200, card)
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 where a coordinator answers, with its figures."""
+        try:
+            figures = await asyncio.wait_for(coordinator.health(), HEALTH_TIMEOUT_S)
+        except Exception as problem:
+            logger.warning("no coordinator is well: %r", problem)
+            raise RequestFailed(Failure(503, "The server is not ready: no coordinator answers")) from None
+        return _json(200, {"status": "ok", **{name: figures[name] for name in ("running", "waiting", "kv_usage")}})
+
+    app.add_exception_handler(RequestFailed, _on_failure)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_exception)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+async def respond(coordinator: JobRunner, call: Call) -> Response:
+    """Run a job and answer it, whole or as a stream; the first item decides the status. Raises RequestFailed."""
+    items = coordinator.generate(call.job)
+    try:
+        started = await anext(items)
+        if isinstance(started, Failure):
+            raise call.failed(started)
+        if not isinstance(started, Started):
+            raise TypeError(f"a coordinator began with {type(started).__name__}")
+    except BaseException:
+        await items.aclose()
+        raise
+    if call.stream:
+        return EventStream(_events(call, started, items), items)
+    async with aclosing(items):
+        return await _whole(call, started, items)
+
+
+async def _whole(call: Call, started: Started, items: AsyncIterator[Item]) -> Response:
+    choices = len(started.prompt_tokens) * call.job.params.n
+    texts: list[list[str]] = [[] for _ in range(choices)]
+    reasons = [""] * choices
+    completion_tokens = 0
+    async for item in items:
+        if not isinstance(item, list):
+            raise call.failed(item if isinstance(item, Failure) else SERVER_FAILURE)
+        for index, text, tokens, reason in item:
+            texts[index].append(text)
+            completion_tokens += tokens
+            reasons[index] = reason or reasons[index]
+    counts = usage(sum(started.prompt_tokens), completion_tokens)
+    return _json(200, call.answer.whole(list(zip(map("".join, texts), reasons, strict=True)), counts))
+
+
+async def _events(call: Call, started: Started, items: AsyncGenerator[Item]) -> AsyncGenerator[bytes]:
+    """Yield server-sent events, all that an item brought at once. The status is out: what fails from here on is an event."""
+    answer = call.answer
+    nothing = {"usage": None} if call.include_usage else {}
+    completion_tokens = 0
+    opening = [piece for index in range(len(started.prompt_tokens) * call.job.params.n) for piece in answer.opening(index)]
+    try:
+        async with aclosing(items):
+            async for item in items:
+                if not isinstance(item, list):
+                    raise call.failed(item if isinstance(item, Failure) else SERVER_FAILURE)
+                choices, opening = opening, []
+                for index, text, tokens, reason in item:
+                    completion_tokens += tokens
+                    choices += answer.pieces(index, text, reason)
+                if choices:
+                    yield b"".join([_event(answer.chunk(choice) | nothing) for choice in choices])
+        counts = usage(sum(started.prompt_tokens), completion_tokens)
+        yield (_event(answer.usage_chunk(counts)) if call.include_usage else b"") + b"data: [DONE]\n\n"
+    except RequestFailed as failed:
+        yield _event(error(failed.failure))
+    except Exception:
+        logger.exception("stream %s broke off", answer.id)
+        yield _event(error(SERVER_FAILURE))
+
+
+class EventStream(Response):
+    """Server-sent events as they come. Ray Serve cancels the call when the client goes away, which closes the events' source."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes], source: AsyncGenerator[Any]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._source = source  # what the events are made of: to be closed even where no event was asked for
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._source), aclosing(self._events):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """Read the body. Raises RequestFailed as soon as it is larger than `most` bytes."""
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most:
+            raise RequestFailed(Failure(413, f"the body is larger than {most} bytes, the most that this server reads"))
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _dumps(content: Any) -> bytes:
+    # Half a surrogate pair, which only a client can have brought, goes back as the escape that it came as.
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + _dumps(content) + b"\n\n"
+
+
+def _json(status: int, content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    return Response(_dumps(content), status, headers, "application/json")
+
+
+def _failed(failure: Failure) -> Response:
+    return _json(failure.status, error(failure), dict(failure.headers))
+
+
+async def _on_failure(_: Request, problem: Exception) -> Response:
+    assert isinstance(problem, RequestFailed)
+    return _failed(problem.failure)
+
+
+async def _on_http_exception(request: Request, problem: Exception) -> Response:
+    """The routes' own answers: 404 and 405."""
+    assert isinstance(problem, HTTPException)
+    headers = dict(problem.headers or {})
+    return _failed(Failure(problem.status_code, f"{problem.detail}: {request.method} {request.url.path}", headers=headers))
+
+
+async def _on_exception(_: Request, problem: Exception) -> Response:
+    return _failed(SERVER_FAILURE)  # Starlette raises it again for the log
+
+
+def _request_body(body: type[GenerationBody]) -> dict[str, Any]:
+    schema = {"$ref": _REFERENCE.format(model=body.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document with the bodies that we read ourselves."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        _, schemas = models_json_schema([(CompletionBody, "validation"), (ChatBody, "validation")], ref_template=_REFERENCE)
+        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+        app.openapi_schema = document
+    return app.openapi_schema

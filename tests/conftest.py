@@ -1,0 +1,113 @@
+"""What every test stands on: one thread, no hub, and models that are loaded once a session."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+for pool in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
+    os.environ.setdefault(pool, "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from model.tiny import make_checkpoint, make_gguf
+
+from hispec_ray import LLM, Settings
+from hispec_ray.config import DEFAULT_MODEL
+from hispec_ray.core.plan import StepPlan, StepResult
+from hispec_ray.model.decoder import Decoder
+from hispec_ray.model.native_decoder import NativeDecoder
+from hispec_ray.model.weights import ModelSource, convert_gguf, open_model
+from hispec_ray.shard.shard import levels_for
+from hispec_ray.speculation.choice import choose_native
+from hispec_ray.speculation.round import Round
+
+torch.set_num_threads(1)
+
+MakeLLM = Callable[..., LLM]
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random llama of 8 layers with a tokenizer of 300 tokens; neighbouring depths agree on about half of the tokens."""
+    root = tmp_path_factory.mktemp("tiny")
+    checkpoint = make_checkpoint(root / "checkpoint", "smollm", num_hidden_layers=8)
+    folder = root / "model"
+    folder.mkdir()
+    convert_gguf(make_gguf(root / "tiny.gguf", checkpoint), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_llm(tiny_folder: Path) -> MakeLLM:
+    """Load the tiny model: `tiny_llm(dtype, method, draft, check, draft_tokens, window, **cache_and_scheduler)`."""
+
+    def make(dtype: str = "float32", *speculation: Any, kernels: str = "auto", threads: int = 1, **others: Any) -> LLM:
+        settings = settings_of({"path": str(tiny_folder), "dtype": dtype, "threads": threads, "kernels": kernels}, *speculation, **others)
+        return LLM(settings)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def default_source() -> ModelSource:
+    return open_model(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def default_llm(default_source: ModelSource) -> MakeLLM:
+    """Like `tiny_llm` for the default model; its weights are packed once a dtype and shared by all that are made."""
+    decoders: dict[str, NativeDecoder] = {}
+
+    def make(dtype: str = "float32", *speculation: Any, **others: Any) -> LLM:
+        if dtype not in decoders:
+            weights = default_source.weights(getattr(torch, dtype))
+            decoders[dtype] = NativeDecoder(default_source.architecture, weights, positions=1024, blocks=128, block_size=16, threads=1)
+        model = {"path": DEFAULT_MODEL, "dtype": dtype, "threads": 1, "max_model_len": 1024}
+        settings = settings_of(model, *speculation, **{"blocks": 128, **others})
+        with (
+            patch("hispec_ray.engine.engine.open_model", lambda path: default_source),
+            patch("hispec_ray.engine.engine.InlineExecutor", lambda *_: SharedExecutor(settings, decoders[dtype])),
+        ):
+            return LLM(settings)
+
+    return make
+
+
+class SharedExecutor:
+    """An `InlineExecutor` over a decoder that others use too, one after the other."""
+
+    def __init__(self, settings: Settings, decoder: Decoder) -> None:
+        levels = levels_for(settings.speculation, decoder.architecture.layers)
+        self.blocks = settings.cache.blocks
+        self.levels = tuple(level.name for level in levels)
+        self.window = levels[-1].window
+        self._round = Round(decoder, levels, choose_native(1))
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self._round.run(plan)
+
+
+def settings_of(
+    model: dict[str, Any],
+    method: str = "plain",
+    draft: int | None = None,
+    check: int | None = None,
+    draft_tokens: int = 2,
+    window: int = 4,
+    *,
+    blocks: int = 200,
+    block_size: int = 16,
+    prefix_caching: bool = True,
+    **scheduler: int,
+) -> Settings:
+    speculation = {"method": method, "exits": {"draft": draft, "check": check}, "draft_tokens": draft_tokens, "window": window}
+    cache = {"blocks": blocks, "block_size": block_size, "prefix_caching": prefix_caching}
+    return Settings.model_validate({"model": model, "speculation": speculation, "cache": cache, "scheduler": scheduler})
