@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
+from functools import partial
+from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -30,8 +32,8 @@ PROGRAM = "hispec"
 INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 
 app = typer.Typer(
-    name=PROGRAM, help="Exact hierarchical speculative decoding: several exits of one model, the full model's text.", no_args_is_help=True,
-    add_completion=False, pretty_exceptions_enable=False,
+    help="Exact hierarchical speculative decoding: shallow exits of a model guess, the full model's text comes out.",
+    no_args_is_help=True, add_completion=False,
 )  # fmt: skip
 
 
@@ -45,7 +47,9 @@ def main() -> None:
         sys.exit(app(prog_name=PROGRAM, standalone_mode=False))
     except (InputError, RequestError) as error:
         _fail(str(error))
-    except TyperException as error:  # an unknown option, a value of the wrong kind
+    except TyperException as error:  # an unknown option, a value of the wrong kind; empty where it has shown the help instead
+        if not str(error):
+            sys.exit(2)
         _fail(error.format_message())
 
 
@@ -56,55 +60,43 @@ def _fail(message: str) -> NoReturn:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"{PROGRAM} {version('hispec-ray')}")
+        print(f"{PROGRAM} {metadata.version('hispec-ray')}")
         raise typer.Exit
 
 
 @app.callback()
 def _common(
-    _version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
 ) -> None:
     """Options of every command."""
 
 
-_MODEL, _SPECULATION, _ANSWER = "Model", "Speculation (the text is the same whatever stands here)", "Answer"
+_model = partial(typer.Option, rich_help_panel="Model")
+_decoding = partial(typer.Option, rich_help_panel="Decoding: the text is the same whatever stands here")
+_answer = partial(typer.Option, rich_help_panel="Answer")
 
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to answer.", show_default=False)],
-    model: Annotated[
-        str | None, typer.Option(help=f"A folder, a .gguf file or a Hugging Face id.  [default: {DEFAULT_MODEL}]", rich_help_panel=_MODEL)
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32.  [default: bfloat16]", rich_help_panel=_MODEL)] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads.  [default: every core]", rich_help_panel=_MODEL)] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="A deployment file: its application's args are the settings; options given here go first.", rich_help_panel=_MODEL),
-    ] = None,
-    method: Annotated[str | None, typer.Option(help="plain, single or hispec.  [default: hispec]", rich_help_panel=_SPECULATION)] = None,
-    draft_exit: Annotated[
-        int | None, typer.Option(help="Layers of the draft exit.  [default: an eighth of the depth]", rich_help_panel=_SPECULATION)
-    ] = None,
-    check_exit: Annotated[
-        int | None, typer.Option(help="Layers of the check exit.  [default: a quarter of the depth]", rich_help_panel=_SPECULATION)
-    ] = None,
-    draft_tokens: Annotated[
-        int | None, typer.Option(help="Guesses before a deeper level looks.  [default: 2]", rich_help_panel=_SPECULATION)
-    ] = None,
-    window: Annotated[
-        int | None, typer.Option(help="Tokens kept by the check exit before the full depth looks.  [default: 4]", rich_help_panel=_SPECULATION)
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to write.", rich_help_panel=_ANSWER)] = 256,
-    temperature: Annotated[float, typer.Option(help="0 (the likeliest token) to 2.", rich_help_panel=_ANSWER)] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Repeats a sampled answer.  [default: another each time]", rich_help_panel=_ANSWER)] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; may be given up to 16 times.", show_default=False, rich_help_panel=_ANSWER)
-    ] = None,
-    chat: Annotated[
-        bool | None, typer.Option("--chat/--raw", help="Use the model's chat template, or not.  [default: where it has one]", rich_help_panel=_ANSWER)
-    ] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Colour each token by the level that settled it; end with figures.")] = False,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to answer.")],
+    *,
+    model: Annotated[str | None, _model(help="A folder, a .gguf file or a Hugging Face id.", show_default=DEFAULT_MODEL)] = None,
+    dtype: Annotated[str | None, _model(help="bfloat16 or float32.", show_default="bfloat16")] = None,
+    threads: Annotated[int | None, _model(help="CPU threads.", show_default="every core")] = None,
+    config: Annotated[Path | None, _model(help="Take the settings of a deployment file; options given here override them.")] = None,
+    method: Annotated[str | None, _decoding(help="plain, single or hispec.", show_default="hispec")] = None,
+    draft_exit: Annotated[int | None, _decoding(help="Layers of the draft exit.", show_default="an eighth of the depth")] = None,
+    check_exit: Annotated[int | None, _decoding(help="Layers of the check exit.", show_default="a quarter of the depth")] = None,
+    draft_tokens: Annotated[int | None, _decoding(help="Guesses before a deeper level looks.", show_default="2")] = None,
+    window: Annotated[int | None, _decoding(help="Tokens kept by the check exit before the full depth looks.", show_default="4")] = None,
+    max_tokens: Annotated[int, _answer(help="Most tokens to write.")] = 256,
+    temperature: Annotated[float, _answer(help="From 0, always the likeliest token, to 2.")] = 0.0,
+    seed: Annotated[int | None, _answer(help="Repeats a sampled answer.", show_default="another each time")] = None,
+    stop: Annotated[list[str] | None, _answer(help="End before this text; may be given up to 16 times.")] = None,
+    chat: Annotated[bool | None, _answer("--chat/--raw", help="Use the model's chat template.", show_default="where it has one")] = None,
+    trace: Annotated[bool, _answer("--trace", help="Mark each token by the level that settled it; end with figures.")] = False,
 ) -> None:
     """Answer PROMPT; the text appears as it is decoded."""
     params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()))
@@ -125,7 +117,7 @@ def generate(
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _settings(config: Path | None, options: dict[str, object]) -> Settings:
+def _settings(config: Path | None, options: Mapping[str, object]) -> Settings:
     """The settings of a deployment file, or else the defaults, under the options that were given. Raises InputError."""
     tree = _application_args(config) if config else {}
     for name, value in options.items():
@@ -133,8 +125,9 @@ def _settings(config: Path | None, options: dict[str, object]) -> Settings:
             *groups, last = name.split(".")
             group = tree
             for key in groups:
-                inner = group.get(key)
-                group[key] = group = dict(inner) if isinstance(inner, dict) else {}
+                group = group.setdefault(key, {})
+                if not isinstance(group, dict):
+                    raise InputError(f"config is '{config}': {key} is {group!r}; it must be a mapping")
             group[last] = value
     try:
         return Settings.model_validate(tree)
@@ -147,14 +140,14 @@ def _application_args(path: Path) -> dict[str, Any]:
     try:
         document = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"config is '{path}': {' '.join(str(error).split())}") from None
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
+        raise InputError(f"config is '{path}': {reason}") from None
     applications = document.get("applications") if isinstance(document, dict) else None
-    ours = [
-        one for one in applications if isinstance(one, dict) and str(one.get("import_path", "")).startswith("hispec_ray.")
-    ] if isinstance(applications, list) else []  # fmt: skip
-    args = (ours[0].get("args") or {}) if len(ours) == 1 else None
+    listed = applications if isinstance(applications, list) else []
+    ours = [one for one in listed if isinstance(one, dict) and str(one.get("import_path")).startswith("hispec_ray.")]
+    args = ours[0].get("args", {}) if len(ours) == 1 else None
     if not isinstance(args, dict):
-        raise InputError(f"config is '{path}': it must be a Serve config with exactly one application of hispec_ray, whose args are a mapping")
+        raise InputError(f"config is '{path}'; it must be a Serve config with one application of hispec_ray, whose args are a mapping")
     return args
 
 
@@ -236,11 +229,9 @@ class LevelSpans:
 
     def split(self, delta: TokenDelta) -> Iterator[tuple[str, str]]:
         """Yield the delta's text in pieces, each with its level's name."""
-        level = "full"
-        for token, level in zip(delta.token_ids, delta.levels, strict=True):
-            self._made.append((self._characters.push(token), level))
-        if delta.finish_reason is not None:
-            self._made.append((self._characters.finish(), level))
+        self._made += [(self._characters.push(token), level) for token, level in zip(delta.token_ids, delta.levels, strict=True)]
+        if delta.finish_reason is not None and delta.levels:
+            self._made.append((self._characters.finish(), delta.levels[-1]))
         room = len(delta.text)
         while room > 0:
             piece, level = self._made.pop(0)
@@ -252,17 +243,18 @@ class LevelSpans:
 
 
 def _traced(llm: LLM, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-    """Write the text with each token marked by its level, then the figures; these also where Ctrl-C ends the text."""
+    """Write the text with each token marked by its level, then the figures, also where Ctrl-C ends the text."""
     from hispec_ray.engine.detokenizer import CharacterStream, Detokenizer  # noqa: PLC0415  see _load
 
     console = Console(highlight=False, soft_wrap=True)
-    names = llm.engine.levels
-    console.print(Text("  ").join(_marked(console, f" {name} ", name).append(f" {MARKS[name].meaning}") for name in names), end="\n\n")
     spans = LevelSpans(CharacterStream(Detokenizer(llm.engine.tokenizer), prompt_ids))
     watch = Watch(llm)
+    deltas = watch.follow(llm.stream(prompt_ids, params))
+    first = next(deltas)  # a request that is refused is refused here, before anything is written
+    legend = [_marked(console, f" {name} ", name).append(f" {MARKS[name].meaning}") for name in llm.engine.levels]
+    console.print(Text("   ").join(legend), end="\n\n")
     try:
-        for delta in llm.stream(prompt_ids, params):
-            watch.note(delta)
+        for delta in chain([first], deltas):
             for piece, level in spans.split(delta):
                 _show(console, piece, level)
     finally:
@@ -297,16 +289,25 @@ class Watch:
         self._engine = llm.engine
         self._depths = [level.depth for level in levels_for(llm.settings.speculation, llm.engine.source.architecture.layers)]
         self._before = [replace(counts) for counts in self._engine.counts]
-        self._start = self._now = self._first = time.perf_counter()
         self._tokens: Counter[str] = Counter()
-        self._first_tokens = 0  # of the first delta, which the prompt's pass brings
+        self._seconds = 0.0  # spent in the engine, not in showing what it made
+        self._first_seconds = 0.0
+        self._first_tokens = 0  # of the first delta, which the prompt's passes bring
         self._first_passes = 0
 
-    def note(self, delta: TokenDelta) -> None:
-        self._now = time.perf_counter()
-        if not self._tokens:
-            self._first, self._first_tokens, self._first_passes = self._now, len(delta.token_ids), self._engine.counts[-1].passes
-        self._tokens.update(delta.levels)
+    def follow(self, deltas: Iterator[TokenDelta]) -> Iterator[TokenDelta]:
+        """Pass the stream on, taking note of each delta."""
+        while True:
+            start = time.perf_counter()
+            delta = next(deltas, None)
+            if delta is None:
+                return
+            self._seconds += time.perf_counter() - start
+            if not self._tokens:
+                self._first_seconds, self._first_tokens = self._seconds, len(delta.token_ids)
+                self._first_passes = self._engine.counts[-1].passes
+            self._tokens.update(delta.levels)
+            yield delta
 
     def table(self) -> Table:
         """A line for each level: its depth, the tokens that it settled, how many of the level below's it accepted."""
@@ -322,11 +323,9 @@ class Watch:
     def summary(self) -> str:
         """Tokens, the time to the first of them, and speed and full passes of those after it."""
         total = self._tokens.total()
-        if not total:
-            return "no tokens"
-        line = f"{total} tokens, the first after {1000 * (self._first - self._start):.0f} ms"
-        later, seconds = total - self._first_tokens, self._now - self._first
-        if later < 1:
-            return line
-        passes = self._engine.counts[-1].passes - self._first_passes
-        return f"{line}, then {later / seconds:.1f} tokens/s with {passes / later:.2f} full passes a token"
+        later, seconds = total - self._first_tokens, self._seconds - self._first_seconds
+        line = f"{total} tokens" + (f", the first after {1000 * self._first_seconds:.0f} ms" if total else "")
+        if later:
+            passes = self._engine.counts[-1].passes - self._first_passes
+            line += f", then {later / seconds:.1f} tokens/s with {passes / later:.2f} full passes a token"
+        return line

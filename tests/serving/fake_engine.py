@@ -1,0 +1,100 @@
+"""An engine that writes what it is told to, one piece a step, and a tokenizer for which every character is a token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from hispec_ray.request import FinishReason, GenerationRequest, QueueFullError, RequestError, TokenDelta
+
+VOCABULARY = 1000
+CONTEXT = 100
+
+Script = Callable[[GenerationRequest], Sequence[str]]
+"""The pieces of a request's answer; each is a step's text and its length the step's tokens."""
+
+
+class FakeTokenizer:
+    def __init__(self, chat_template: str | None = "plain") -> None:
+        self.chat_template = chat_template
+        self.chats: list[Any] = []
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(character) % VOCABULARY for character in text]
+
+    def apply_chat_template(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool, tokenize: bool) -> str:
+        self.chats.append(list(messages))
+        if messages[0]["role"] == "assistant":
+            raise ValueError("Conversation roles must alternate")
+        return "".join(message["content"] for message in messages)
+
+
+class FakeEngine:
+    """Speaks like AsyncEngine. `gate`, where set, is awaited before each step after the first; `full` and `dies_after` make it fail."""
+
+    def __init__(self, script: Script = lambda request: ["Hello", ", ", "world"]) -> None:
+        self.script = script
+        self.tokenizer = FakeTokenizer()
+        self.max_model_len = CONTEXT
+        self.vocabulary = VOCABULARY
+        self.gate: asyncio.Event | None = None
+        self.full = False
+        self.dies_after: int | None = None
+        self.requests: list[GenerationRequest] = []
+        self.running: set[str] = set()
+        self.aborted: set[str] = set()
+        self.closed = False
+
+    def check(self, request: GenerationRequest) -> None:
+        if not request.prompt_ids:
+            raise RequestError("the prompt is empty", "prompt")
+        if any(not 0 <= token < VOCABULARY for token in request.prompt_ids):
+            raise RequestError("the prompt has a token id that is not known", "prompt")
+        if len(request.prompt_ids) + max(1, request.params.max_tokens or 0) > CONTEXT:
+            long = len(request.prompt_ids) >= CONTEXT
+            message = f"This model's maximum context length is {CONTEXT} tokens"
+            raise RequestError(message, "prompt" if long else "max_tokens", "context_length_exceeded")
+        if self.full:
+            raise QueueFullError("256 requests wait already")
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[TokenDelta]]:
+        self.check_health()
+        for request in requests:
+            self.check(request)
+        self.requests += requests
+        left = {request.id: self.answer(request) for request in requests}
+        self.running |= left.keys()
+        step = 0
+        try:
+            while left:
+                if step and self.gate is not None:
+                    await self.gate.wait()
+                await asyncio.sleep(0)
+                if step == self.dies_after:
+                    raise RuntimeError("a secret of the engine")
+                deltas = [pieces.pop(0) for pieces in left.values()]
+                left = {id: pieces for id, pieces in left.items() if pieces}
+                self.running &= left.keys()
+                step += 1
+                yield deltas
+        finally:
+            self.aborted |= left.keys()
+            self.running -= left.keys()
+
+    def answer(self, request: GenerationRequest) -> list[TokenDelta]:
+        if request.params.max_tokens == 0:
+            return [TokenDelta(request.id, finish_reason=FinishReason.LENGTH)]
+        deltas = [TokenDelta(request.id, piece, [1] * max(1, len(piece))) for piece in self.script(request)]
+        deltas[-1].finish_reason = FinishReason.STOP
+        return deltas
+
+    def stats(self) -> dict[str, float]:
+        return {"running": len(self.running), "waiting": 0, "kv_usage": 0.0}
+
+    def check_health(self) -> None:
+        if self.closed:
+            raise RuntimeError("the engine has been closed")
+
+    def close(self) -> None:
+        self.closed = True

@@ -1,0 +1,152 @@
+"""What a coordinator sends for a job: tokens in, deltas out, failures as data."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from typing import Any
+
+import pytest
+from fake_engine import CONTEXT, FakeEngine
+
+from hispec_ray.config import Settings
+from hispec_ray.request import MAX_SEED, SamplingParams, choice_seed
+from hispec_ray.serving.answers import Failure, Item, Started
+from hispec_ray.serving.coordinator import Coordinator
+from hispec_ray.serving.protocol import Job
+
+
+def coordinator(engine: FakeEngine) -> Coordinator:
+    return Coordinator(Settings(), load=lambda settings: engine)
+
+
+def items(engine: FakeEngine, job: Job) -> list[Item]:
+    async def collect() -> list[Item]:
+        return [item async for item in coordinator(engine).generate(job)]
+
+    return asyncio.run(collect())
+
+
+def job(*prompts: Any, messages: Any = (), **params: Any) -> Job:
+    return Job("job", SamplingParams(**params), prompts, messages)
+
+
+def test_a_job_starts_with_the_prompts_lengths_and_goes_on_with_what_each_step_adds() -> None:
+    engine = FakeEngine()
+    assert items(engine, job("Hi!")) == [
+        Started([3]),
+        [(0, "Hello", 5, None)],
+        [(0, ", ", 2, None)],
+        [(0, "world", 5, "stop")],
+    ]
+    assert engine.requests[0].prompt_ids == (72, 105, 33)
+
+
+def test_all_that_is_sent_is_small_plain_data() -> None:
+    for item in (Started([3]), [(0, "Hello", 5, None)], Failure(429, "busy", headers={"Retry-After": "1"})):
+        assert pickle.loads(pickle.dumps(item)) == item
+
+
+def test_choices_are_numbered_prompt_by_prompt_each_with_its_seed() -> None:
+    engine = FakeEngine()
+    started, *steps = items(engine, job("a", [7, 8], n=3, seed=5))
+    assert started == Started([1, 2])
+    assert [delta[0] for delta in steps[0]] == [0, 1, 2, 3, 4, 5]  # type: ignore[union-attr]
+    assert [request.prompt_ids for request in engine.requests] == [(97,)] * 3 + [(7, 8)] * 3
+    assert [request.params.seed for request in engine.requests] == [choice_seed(5, i) for i in (0, 1, 2)] * 2
+    assert len({request.id for request in engine.requests}) == 6
+
+
+def test_a_seed_is_drawn_where_none_is_given() -> None:
+    engine = FakeEngine()
+    items(engine, job("a"))
+    items(engine, job("a"))
+    first, second = (request.params.seed for request in engine.requests)
+    assert first is not None
+    assert second is not None
+    assert 0 <= first <= MAX_SEED
+    assert first != second
+
+
+def test_a_chat_goes_through_the_template() -> None:
+    engine = FakeEngine()
+    assert items(engine, job(messages=[{"role": "user", "content": "Hey"}]))[0] == Started([3])
+    assert engine.tokenizer.chats == [[{"role": "user", "content": "Hey"}]]
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "code", "message"),
+    [
+        (job([1000]), "prompt", None, "token id"),
+        (job(""), "prompt", None, "empty"),
+        (job("x" * CONTEXT), "prompt", "context_length_exceeded", f"maximum context length is {CONTEXT} tokens"),
+        (job("x", max_tokens=CONTEXT), "max_tokens", "context_length_exceeded", f"maximum context length is {CONTEXT} tokens"),
+        (job(messages=[{"role": "assistant", "content": "Hi"}]), "messages", None, "Conversation roles must alternate"),
+    ],
+)
+def test_what_cannot_be_answered_is_a_failure_that_names_its_field(asked: Job, param: str, code: str | None, message: str) -> None:
+    (failure,) = items(FakeEngine(), asked)
+    assert isinstance(failure, Failure)
+    assert (failure.status, failure.param, failure.code) == (400, param, code)
+    assert message in failure.message
+
+
+def test_a_model_without_a_chat_template_says_so() -> None:
+    engine = FakeEngine()
+    engine.tokenizer.chat_template = None
+    (failure,) = items(engine, job(messages=[{"role": "user", "content": "Hey"}]))
+    assert isinstance(failure, Failure)
+    assert failure.status == 400
+    assert "no chat template" in failure.message
+
+
+def test_a_full_queue_asks_to_come_back() -> None:
+    engine = FakeEngine()
+    engine.full = True
+    (failure,) = items(engine, job("a"))
+    assert isinstance(failure, Failure)
+    assert (failure.status, failure.headers) == (429, {"Retry-After": "1"})
+
+
+@pytest.mark.parametrize("dies_after", [0, 1])
+def test_an_engine_that_dies_ends_the_job_without_telling_why(dies_after: int) -> None:
+    engine = FakeEngine()
+    engine.dies_after = dies_after
+    failure = items(engine, job("a"))[-1]
+    assert isinstance(failure, Failure)
+    assert failure.status == 500
+    assert "secret" not in failure.message
+
+
+@pytest.mark.parametrize("how", ["close", "cancel"])
+def test_a_job_that_is_left_is_aborted(how: str) -> None:
+    engine = FakeEngine()
+
+    async def leave() -> None:
+        engine.gate = asyncio.Event()
+        stream = coordinator(engine).generate(job("a", n=2))
+        await anext(stream)
+        await anext(stream)
+        assert len(engine.running) == 2
+        if how == "close":
+            await stream.aclose()
+        else:
+            waiting = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        assert engine.aborted == {"job-0", "job-1"}
+
+    asyncio.run(leave())
+
+
+def test_health_is_the_engines() -> None:
+    engine = FakeEngine()
+    serving = coordinator(engine)
+    assert asyncio.run(serving.health())["running"] == 0
+    serving.check_health()
+    serving.close()
+    assert engine.closed
+    with pytest.raises(RuntimeError, match="closed"):
+        serving.check_health()

@@ -1,0 +1,280 @@
+"""The HTTP side over a coordinator in the same process: statuses, bodies, streams, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import CONTEXT, FakeEngine
+
+from hispec_ray.config import Settings
+from hispec_ray.serving.answers import Item
+from hispec_ray.serving.coordinator import Coordinator
+from hispec_ray.serving.ingress import create_app
+from hispec_ray.serving.protocol import Job
+
+MODEL = "models/M"
+LIMIT = 10_000
+COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "Hi"}
+CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+
+
+def app(engine: FakeEngine) -> Any:
+    return create_app(Coordinator(Settings(), load=lambda settings: engine), MODEL, LIMIT)
+
+
+def send(method: str, path: str, body: Any = None, engine: FakeEngine | None = None, over: Any = None) -> httpx.Response:
+    async def request() -> httpx.Response:
+        transport = httpx.ASGITransport(over or app(engine or FakeEngine()), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+            return await client.request(method, path, content=content)
+
+    return asyncio.run(request())
+
+
+def complete(engine: FakeEngine | None = None, **fields: Any) -> httpx.Response:
+    return send("POST", "/v1/completions", COMPLETION | fields, engine)
+
+
+def chat(engine: FakeEngine | None = None, **fields: Any) -> httpx.Response:
+    return send("POST", "/v1/chat/completions", CHAT | fields, engine)
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The JSON of a stream's events, which must end with one [DONE]."""
+    assert (response.status_code, response.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+    data = [event.removeprefix("data: ") for event in response.text.split("\n\n") if event]
+    assert data.pop() == "[DONE]"
+    return [json.loads(event) for event in data]
+
+
+def assert_error(response: httpx.Response, status: int, param: str | None = None, code: str | None = None) -> str:
+    """The body is OpenAI's and nothing else; return its message."""
+    assert (response.status_code, response.headers["content-type"]) == (status, "application/json")
+    body = response.json()
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    assert (body["error"]["param"], body["error"]["code"]) == (param, code)
+    assert body["error"]["type"] == {429: "rate_limit_error", 500: "server_error", 503: "server_error"}.get(status, "invalid_request_error")
+    message: str = body["error"]["message"]
+    return message
+
+
+def test_a_completion() -> None:
+    body = complete().json()
+    assert body.pop("id").startswith("cmpl-")
+    assert body.pop("created") > 0
+    assert body == {
+        "object": "text_completion",
+        "model": MODEL,
+        "choices": [{"index": 0, "text": "Hello, world", "logprobs": None, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 2, "completion_tokens": 12, "total_tokens": 14},
+    }
+
+
+def test_a_chat() -> None:
+    body = chat().json()
+    assert body.pop("id").startswith("chatcmpl-")
+    assert body.pop("created") > 0
+    message = {"role": "assistant", "content": "Hello, world", "refusal": None}
+    assert body == {
+        "object": "chat.completion",
+        "model": MODEL,
+        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 2, "completion_tokens": 12, "total_tokens": 14},
+    }
+
+
+def test_a_streamed_completion() -> None:
+    chunks = events(complete(stream=True))
+    assert len({(chunk["id"], chunk["created"], chunk["object"]) for chunk in chunks}) == 1
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [choice["text"] for choice in choices] == ["Hello", ", ", "world"]
+    assert [choice["finish_reason"] for choice in choices] == [None, None, "stop"]
+    assert not any("usage" in chunk for chunk in chunks)
+
+
+def test_a_streamed_chat_begins_with_the_role_and_ends_with_an_empty_delta() -> None:
+    choices = [chunk["choices"][0] for chunk in events(chat(stream=True))]
+    assert [choice["delta"] for choice in choices] == [
+        {"role": "assistant", "content": ""},
+        {"content": "Hello"},
+        {"content": ", "},
+        {"content": "world"},
+        {},
+    ]
+    assert [choice["finish_reason"] for choice in choices] == [None, None, None, None, "stop"]
+
+
+@pytest.mark.parametrize("ask", [complete, chat])
+def test_usage_comes_last_where_it_is_asked_for(ask: Any) -> None:
+    *chunks, last = events(ask(stream=True, stream_options={"include_usage": True}))
+    assert last["choices"] == []
+    assert last["usage"] == {"prompt_tokens": 2, "completion_tokens": 12, "total_tokens": 14}
+    assert all(chunk["choices"] and chunk["usage"] is None for chunk in chunks)
+
+
+def test_a_step_without_text_is_no_event_but_is_counted() -> None:
+    engine = FakeEngine(lambda request: ["", "a", ""])
+    *chunks, last = events(complete(engine, stream=True, stream_options={"include_usage": True}))
+    assert [(chunk["choices"][0]["text"], chunk["choices"][0]["finish_reason"]) for chunk in chunks] == [("a", None), ("", "stop")]
+    assert last["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("ask", [complete, chat])
+def test_a_joined_stream_is_the_whole_answer(ask: Any) -> None:
+    script = {0: ["one", " 🎉漢", "", "字"], 1: ["two"], 2: ["", "three\n\n", "data: x"]}
+
+    def engine() -> FakeEngine:
+        return FakeEngine(lambda request: script[int(request.id.rsplit("-", 1)[1])])
+
+    whole = ask(engine(), n=3).json()
+    joined, reasons = {0: "", 1: "", 2: ""}, {0: [], 1: [], 2: []}  # type: ignore[var-annotated]
+    for chunk in events(ask(engine(), n=3, stream=True)):
+        for choice in chunk["choices"]:
+            joined[choice["index"]] += choice["text"] if ask is complete else choice["delta"].get("content", "")
+            reasons[choice["index"]] += [choice["finish_reason"]] if choice["finish_reason"] else []
+    assert joined == {index: "".join(pieces) for index, pieces in script.items()}
+    assert reasons == {index: ["stop"] for index in script}
+    texts = [choice["text"] if ask is complete else choice["message"]["content"] for choice in whole["choices"]]
+    assert texts == list(joined.values())
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    assert whole["usage"]["prompt_tokens"] == 2
+
+
+def test_several_prompts_are_choices_prompt_by_prompt() -> None:
+    engine = FakeEngine(lambda request: [chr(request.prompt_ids[0])])
+    body = complete(engine, prompt=["a", "bc"], n=2).json()
+    assert [choice["text"] for choice in body["choices"]] == ["a", "a", "b", "b"]
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+
+
+def test_no_tokens_are_an_answer() -> None:
+    body = complete(max_tokens=0).json()
+    assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("", "length")
+    assert body["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_before_the_first_byte_are_statuses(stream: bool) -> None:
+    assert_error(complete(temperature=3, stream=stream), 400, "temperature")
+    assert_error(complete(prompt=[1000], stream=stream), 400, "prompt")
+    assert_error(complete(model="gpt-4", stream=stream), 404, "model", "model_not_found")
+    assert "body" in assert_error(send("POST", "/v1/completions", b"{"), 400)
+    full, dead = FakeEngine(), FakeEngine()
+    full.full, dead.dies_after = True, 0
+    response = complete(full, stream=stream)
+    assert_error(response, 429, None, "rate_limit_exceeded")
+    assert response.headers["retry-after"] == "1"
+    assert "secret" not in assert_error(complete(dead, stream=stream), 500)
+
+
+def test_a_context_that_is_too_short_is_told_in_the_clients_words() -> None:
+    said = f"maximum context length is {CONTEXT} tokens"
+    assert said in assert_error(complete(max_tokens=CONTEXT), 400, "max_tokens", "context_length_exceeded")
+    assert said in assert_error(chat(max_completion_tokens=CONTEXT), 400, "max_completion_tokens", "context_length_exceeded")
+    long = [{"role": "user", "content": "x" * CONTEXT}]
+    assert said in assert_error(chat(messages=long), 400, "messages", "context_length_exceeded")
+
+
+@pytest.mark.parametrize("ask", [complete, chat])
+def test_an_error_after_the_first_byte_is_the_last_event(ask: Any) -> None:
+    engine = FakeEngine()
+    engine.dies_after = 2
+    response = ask(engine, stream=True)
+    assert response.status_code == 200
+    *_, last = [json.loads(event.removeprefix("data: ")) for event in response.text.split("\n\n") if event]
+    assert last["error"]["type"] == "server_error"
+    assert "[DONE]" not in response.text
+    assert_error(ask(engine), 500)
+
+
+class Broken:
+    """A coordinator whose process dies, before or amid an answer."""
+
+    def __init__(self, *before: Item) -> None:
+        self.before = before
+
+    async def generate(self, job: Job) -> AsyncGenerator[Item]:
+        for item in self.before:
+            yield item
+        raise ConnectionError("a secret of the cluster")
+
+    async def health(self) -> dict[str, float]:
+        raise ConnectionError("a secret of the cluster")
+
+
+def test_a_coordinator_that_is_gone_is_a_server_error() -> None:
+    broken = create_app(Broken(), MODEL, LIMIT)
+    assert "secret" not in assert_error(send("POST", "/v1/completions", COMPLETION, over=broken), 500)
+    assert "secret" not in assert_error(send("GET", "/health", over=broken), 503)
+
+
+def test_a_path_or_method_that_does_not_exist() -> None:
+    assert "/nowhere" in assert_error(send("GET", "/nowhere"), 404)
+    assert_error(send("POST", "/v1/completions/"), 404)
+    response = send("GET", "/v1/completions")
+    assert_error(response, 405)
+    assert response.headers["allow"] == "POST"
+
+
+def test_a_body_over_the_limit() -> None:
+    assert_error(complete(prompt="x" * LIMIT), 413)
+    assert_error(complete(prompt="x" * (LIMIT - 100)), 400, "prompt", "context_length_exceeded")
+
+
+def test_models() -> None:
+    listed = send("GET", "/v1/models").json()
+    assert [card["id"] for card in listed["data"]] == [MODEL]
+    assert send("GET", f"/v1/models/{MODEL}").json() == listed["data"][0]
+    assert_error(send("GET", "/v1/models/gpt-4"), 404, "model", "model_not_found")
+
+
+def test_health() -> None:
+    assert send("GET", "/health").json() == {"status": "ok", "running": 0, "waiting": 0, "kv_usage": 0.0}
+    dead = FakeEngine()
+    dead.close()
+    assert_error(send("GET", "/health", engine=dead), 503)
+
+
+def test_the_openapi_document_has_the_bodies() -> None:
+    document = send("GET", "/openapi.json").json()
+    for path, name in (("/v1/completions", "CompletionBody"), ("/v1/chat/completions", "ChatBody")):
+        schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert schema == {"$ref": f"#/components/schemas/{name}"}
+        assert "temperature" in document["components"]["schemas"][name]["properties"]
+    assert "#/$defs" not in json.dumps(document)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("after", ["nothing", "something"])
+def test_a_client_that_goes_away_frees_its_sequences(stream: bool, after: str) -> None:
+    engine = FakeEngine()
+
+    async def leave() -> None:
+        engine.gate = asyncio.Event()
+        body = json.dumps(COMPLETION | {"stream": stream, "n": 2}).encode()
+        sent: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def collect(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b"", "app": None}
+        call = asyncio.ensure_future(app(engine)(scope, receive, collect))
+        while not (len(sent) > 1 if stream and after == "something" else engine.running):
+            await asyncio.sleep(0)
+        call.cancel()  # what Ray Serve does when the client has gone
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert not engine.running
+        assert len(engine.aborted) == 2
+
+    asyncio.run(asyncio.wait_for(leave(), 10))

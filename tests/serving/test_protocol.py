@@ -1,0 +1,205 @@
+"""What a request may say: every bad value is refused with the name of its field, every neutral one is accepted."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from hispec_ray.serving.answers import RequestFailed
+from hispec_ray.serving.protocol import Call, ChatBody, CompletionBody, read_chat, read_completion
+
+COMPLETION: dict[str, Any] = {"model": "M", "prompt": "Hi"}
+CHAT: dict[str, Any] = {"model": "M", "messages": [{"role": "user", "content": "Hi"}]}
+
+NAN = float("nan")
+BAD_IN_BOTH: list[tuple[str, Any]] = [
+    ("temperature", -1), ("temperature", 3), ("temperature", "hot"), ("temperature", NAN), ("temperature", True), ("temperature", []),
+    ("top_p", -0.1), ("top_p", 1.5), ("top_p", 0.5), ("top_p", True), ("top_p", NAN),
+    ("n", 0), ("n", "2"), ("n", 129), ("n", 1.5), ("n", 1.0), ("n", True),
+    ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", "5"), ("max_tokens", True),
+    ("presence_penalty", 2.5), ("presence_penalty", False), ("frequency_penalty", 1), ("logit_bias", {"5": 1}),
+    ("seed", -1), ("seed", 2**63), ("seed", 1.0), ("seed", "1"),
+    ("stop", ""), ("stop", 5), ("stop", [""]), ("stop", ["a", 5]), ("stop", ["a"] * 17), ("stop", "\ud83d"),
+    ("stream", "yes"), ("stream", 1), ("stream_options", 5), 
+    ("ignore_eos", 1), ("user", 5), ("model", 5), ("model", None), ("logprobs", -1), ("logprobs", 6),
+    ("top_k", 5), ("min_tokens", 3), ("no_such_field", 1), ("~one", 1),
+]  # fmt: skip
+BAD_IN_COMPLETION: list[tuple[str, Any]] = [
+    ("prompt", [-1.5]), ("prompt", [1.5]), ("prompt", 5), ("prompt", None), ("prompt", []), ("prompt", [[]]), ("prompt", ["a", 5]),
+    ("prompt", [5, "a"]), ("prompt", [[5], "a"]), ("prompt", [[5], [True]]), ("prompt", [None]), ("prompt", {"a": 1}),
+    ("prompt", "\ud83d"), ("prompt", ["a", "\ud83d"]), ("prompt", ["a"] * 2049), ("suffix", "x"), ("echo", True), ("echo", 0),
+    ("best_of", 2), ("logprobs", 1), ("messages", []), ("max_completion_tokens", 5),
+]  # fmt: skip
+BAD_IN_CHAT: list[tuple[str, Any]] = [
+    ("max_tokens", 0), ("max_completion_tokens", 0), ("max_completion_tokens", -1), ("max_completion_tokens", "5"),
+    ("messages", {"role": "user"}), ("messages", []), ("messages", None), ("messages", "Hi"),
+    ("logprobs", True), ("top_logprobs", 21), ("top_logprobs", 2), ("response_format", {"type": "json_object"}), ("response_format", "text"),
+    ("tools", [{"type": "function", "function": {"name": "f"}}]), ("tool_choice", "auto"), ("tool_choice", {"type": "function"}),
+    ("functions", [{}]), ("function_call", "auto"), ("modalities", ["audio"]), ("store", True), ("metadata", {"a": "b"}), ("prompt", "x"),
+]  # fmt: skip
+BAD_MESSAGES: list[tuple[str, Any]] = [
+    ("messages.0", 5),
+    ("messages.0.role", {"content": "Hi"}),
+    ("messages.0.role", {"role": "wizard", "content": "Hi"}),
+    ("messages.0.role", {"role": "tool", "content": "Hi", "tool_call_id": None}),
+    ("messages.0.content", {"role": "user"}),
+    ("messages.0.content", {"role": "user", "content": None}),
+    ("messages.0.content", {"role": "assistant", "content": None, "tool_calls": []}),
+    ("messages.0.content", {"role": "user", "content": 5}),
+    ("messages.0.content", {"role": "user", "content": []}),
+    ("messages.0.content", {"role": "user", "content": "\ud83d"}),
+    ("messages.0.content.1.type", {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}),
+    ("messages.0.content.0.text", {"role": "user", "content": [{"type": "text", "text": 5}]}),
+    ("messages.0.content.0.text", {"role": "user", "content": [{"type": "text"}]}),
+    ("messages.0.content.0.cache", {"role": "user", "content": [{"type": "text", "text": "a", "cache": 1}]}),
+    ("messages.0.tool_calls", {"role": "assistant", "content": "a", "tool_calls": [{}]}),
+    ("messages.0.name", {"role": "user", "content": "a", "name": "Bob"}),
+    ("messages.0.mood", {"role": "user", "content": "a", "mood": "bright"}),
+]
+
+
+def completion(**fields: Any) -> Call:
+    return read_completion(json.dumps(COMPLETION | fields).encode(), "M")
+
+
+def chat(**fields: Any) -> Call:
+    return read_chat(json.dumps(CHAT | fields).encode(), "M")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("name", "value"), BAD_IN_BOTH + BAD_IN_COMPLETION)
+def test_a_bad_value_of_a_completion_is_refused_by_name(name: str, value: Any, stream: bool) -> None:
+    with pytest.raises(RequestFailed) as refused:
+        completion(**{"stream": stream, name: value})
+    assert (refused.value.failure.status, refused.value.failure.param) == (400, name)
+    assert name in refused.value.failure.message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("name", "value"), BAD_IN_BOTH + BAD_IN_CHAT)
+def test_a_bad_value_of_a_chat_is_refused_by_name(name: str, value: Any, stream: bool) -> None:
+    with pytest.raises(RequestFailed) as refused:
+        chat(**{"stream": stream, name: value})
+    assert (refused.value.failure.status, refused.value.failure.param) == (400, name)
+
+
+@pytest.mark.parametrize(("param", "message"), BAD_MESSAGES)
+def test_a_bad_message_is_refused_by_its_place(param: str, message: Any) -> None:
+    with pytest.raises(RequestFailed) as refused:
+        chat(messages=[message])
+    assert (refused.value.failure.status, refused.value.failure.param) == (400, param)
+
+
+def test_a_message_names_the_value_and_what_is_valid() -> None:
+    for fields, message in (
+        ({"temperature": 3}, "temperature is 3.0; it must be from 0 to 2"),
+        ({"temperature": "hot"}, "temperature is 'hot'; it must be a valid number"),
+        ({"prompt": ["a", 5]}, "prompt.1 is 5; it must be a valid string"),
+        ({"top_p": 0.5}, "top_p is 0.5; this server does not offer it: leave it out or set it to 1 or null"),
+        ({"model": None}, "model is null; it must be a valid string"),
+        ({"prompt": [["x" * 1000]]}, None),
+    ):
+        with pytest.raises(RequestFailed) as refused:
+            completion(**fields)
+        assert len(refused.value.failure.message) < 200
+        assert message is None or refused.value.failure.message == message
+
+
+def test_a_field_whose_name_is_no_text_is_refused() -> None:
+    with pytest.raises(RequestFailed, match="not a parameter") as refused:
+        completion(**{"\ud83d": 1})
+    assert refused.value.failure.status == 400
+
+
+def test_stream_options_are_for_streams() -> None:
+    for options, param in (({"include_usage": 1}, "stream_options.include_usage"), ({"x": 1}, "stream_options.x")):
+        with pytest.raises(RequestFailed) as refused:
+            completion(stream=True, stream_options=options)
+        assert (refused.value.failure.status, refused.value.failure.param) == (400, param)
+    with pytest.raises(RequestFailed) as refused:
+        completion(stream_options={"include_usage": True})
+    assert (refused.value.failure.status, refused.value.failure.param) == (400, "stream_options")
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[]", b"5", b'"a"', b"\xff\xfe", b"{'a': 1}", b"[" * 100_000, b'{"seed": ' + b"1" * 5000 + b"}"]
+)
+@pytest.mark.parametrize("read", [read_completion, read_chat])
+def test_a_body_that_is_no_json_object_is_refused(raw: bytes, read: Any) -> None:
+    with pytest.raises(RequestFailed) as refused:
+        read(raw, "M")
+    assert refused.value.failure.status == 400
+
+
+@pytest.mark.parametrize("missing", ["model", "prompt"])
+def test_a_missing_field_is_named(missing: str) -> None:
+    fields = {name: value for name, value in COMPLETION.items() if name != missing}
+    with pytest.raises(RequestFailed) as refused:
+        read_completion(json.dumps(fields).encode(), "M")
+    assert (refused.value.failure.status, refused.value.failure.param) == (400, missing)
+
+
+def test_an_unknown_model_is_not_found() -> None:
+    with pytest.raises(RequestFailed) as refused:
+        completion(model="gpt-4")
+    failure = refused.value.failure
+    assert (failure.status, failure.param, failure.code) == (404, "model", "model_not_found")
+
+
+def test_null_is_absence() -> None:
+    offered = ["temperature", "seed", "stop", "n", "stream", "stream_options", "ignore_eos", "user", "max_tokens"]
+    refused = ["top_p", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_k"]
+    only_completion = ["suffix", "echo", "best_of"]
+    only_chat = ["max_completion_tokens", "tools", "tool_choice", "top_logprobs", "response_format", "functions", "store", "audio"]
+    assert completion(**dict.fromkeys(offered + refused + only_completion)).job.params == completion().job.params
+    assert chat(**dict.fromkeys(offered + refused + only_chat)).job.params == chat().job.params
+    assert completion(stream=True, stream_options={"include_usage": None}).include_usage is False
+
+
+def test_neutral_values_of_what_is_not_offered_are_accepted() -> None:
+    both = {"top_p": 1.0, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "top_k": -1, "user": "me", "n": 1}
+    assert completion(**both, echo=False, best_of=1).job.params == completion().job.params
+    extra = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logprobs": False, "store": False}
+    assert chat(**both, **extra).job.params == chat().job.params
+    answered = {"role": "assistant", "content": "4", "refusal": None, "tool_calls": None, "function_call": None, "annotations": []}
+    assert chat(messages=[*CHAT["messages"], answered]).job.messages[1] == {"role": "assistant", "content": "4"}
+
+
+def test_defaults_are_openais() -> None:
+    params = completion().job.params
+    assert (params.max_tokens, params.temperature, params.n, params.seed, params.stop) == (16, 1.0, 1, None, ())
+    assert chat().job.params.max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]]), ("", [""])]
+)
+def test_a_prompt_comes_in_four_forms(prompt: Any, prompts: Any) -> None:
+    assert completion(prompt=prompt).job.prompts == prompts
+
+
+def test_chat_content_comes_as_text_or_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    call = chat(messages=[{"role": "developer", "content": "Be brief"}, {"role": "user", "content": parts}])
+    assert call.job.messages == [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "a\nb"}]
+
+
+def test_the_two_names_of_the_chat_limit() -> None:
+    assert chat(max_completion_tokens=5).job.params.max_tokens == 5
+    assert chat(max_completion_tokens=5, max_tokens=5).job.params.max_tokens == 5
+    with pytest.raises(RequestFailed, match="leave one out"):
+        chat(max_completion_tokens=5, max_tokens=6)
+
+
+def test_stop_comes_as_one_or_several() -> None:
+    assert completion(stop="a").job.params.stop == ("a",)
+    assert completion(stop=["a", "b"]).job.params.stop == ("a", "b")
+    assert completion(stop=[]).job.params.stop == ()
+
+
+def test_the_schemas_say_what_is_accepted() -> None:
+    for body in (CompletionBody, ChatBody):
+        properties = body.model_json_schema()["properties"]
+        assert {"type": "number", "minimum": 0, "maximum": 2} in properties["temperature"]["anyOf"]

@@ -1,0 +1,132 @@
+"""A model of tokens alone: what each depth says is a hash of the tokens so far, and how often depths agree is a number."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from hispec_ray.core.plan import Rows, SequencePlan, StepPlan, StepResult
+from hispec_ray.speculation.choice import choose_torch
+from hispec_ray.speculation.round import Level, Round
+
+VOCABULARY = 8
+SIZE = 4  # tokens a block holds
+
+Say = Callable[[tuple[int, ...], int], Sequence[float]]
+"""(tokens so far, depth) -> VOCABULARY logits."""
+
+
+def digest(*parts: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=6).digest(), "little")
+
+
+@functools.cache
+def agreeing(share: float, full: int) -> Say:
+    """Logits of a model whose every exit below `full` has the full depth's logits in a `share` of the contexts, others elsewhere."""
+
+    @functools.cache
+    def say(tokens: tuple[int, ...], depth: int) -> list[float]:
+        agrees = depth == full or digest("agree", depth, tokens) % 1000 < 1000 * share
+        salt = full if agrees else depth
+        return [digest(salt, tokens, token) % 4096 / 1024 for token in range(VOCABULARY)]
+
+    return say
+
+
+class FakeModel:
+    """A decoder of `say`. Each layer keeps the tokens that were written into its cache, and a hidden row is what the row read there.
+
+    So a row that a segment missed, ran in the wrong order, or read from a wrong block gives another context, or none at all. Hidden
+    rows are `[R, 2]`: the context's number and the layers that the row has been through.
+    """
+
+    block_size = SIZE
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._cache: dict[int, dict[int, int]] = {}
+        self._contexts: list[tuple[int, ...]] = [()]
+        self._numbers: dict[tuple[int, ...], int] = {(): 0}
+
+    def embed(self, rows: Rows) -> torch.Tensor:
+        return torch.zeros(len(rows), 2, dtype=torch.float64)
+
+    def run(self, first: int, last: int, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
+        assert (hidden[:, 1] == first).all(), "a row skipped a layer or went through one twice"
+        assert len(set(rows.slots.tolist())) == len(rows), "two rows of a pass share a slot"
+        out = hidden.clone()
+        for layer in range(first, last):
+            cache = self._cache.setdefault(layer, {})
+            cache.update(zip(rows.slots.tolist(), rows.tokens[rows.slot_rows].tolist(), strict=True))
+            for row in range(len(rows)):
+                table = rows.tables[rows.table[row]]
+                context = tuple(cache[int(table[at // SIZE]) * SIZE + at % SIZE] for at in range(int(rows.positions[row]) + 1))
+                assert layer == first or self._contexts[int(out[row, 0])] == context, "two layers of a segment hold different tokens"
+                out[row, 0] = self._numbers.setdefault(context, len(self._contexts))
+                if len(self._contexts) < len(self._numbers):
+                    self._contexts.append(context)
+        out[:, 1] = last
+        return out
+
+    def logits(self, depth: int, hidden: torch.Tensor) -> torch.Tensor:
+        assert (hidden[:, 1] == depth).all(), "an exit reads a row of another depth"
+        return torch.tensor([self._say(self._contexts[int(number)], depth) for number in hidden[:, 0]], dtype=torch.float32)
+
+
+class Text:
+    """A sequence that a test decodes: what it has and how it is drawn."""
+
+    def __init__(self, id: int, prompt: Sequence[int], limit: int, temperature: float = 0.0, seed: int = 0) -> None:
+        self.id = id
+        self.tokens = list(prompt)
+        self.limit = limit
+        self.temperature = temperature
+        self.seed = seed
+        self.full = 0
+        self.levels: list[int] = []
+        # blocks of its own, in an order of its own
+        self.blocks = tuple(np.random.default_rng(id).permutation(16) + 16 * id)
+
+    def plan(self, chunk: int, room: int) -> SequencePlan:
+        """The next chunk of what is not run, or the last token with a window of at most `room`."""
+        unrun = len(self.tokens) - self.full
+        rows = min(unrun, chunk)
+        room = min(room, self.limit - len(self.tokens) - 1) if unrun == 1 else 0
+        tokens = tuple(self.tokens[self.full : self.full + rows])
+        return SequencePlan(self.id, tokens, self.full, self.blocks, rows == unrun, room, self.temperature, self.seed)
+
+    def take(self, plan: SequencePlan, tokens: list[int], levels: list[int]) -> None:
+        self.full += len(plan.tokens) + (len(tokens) - 1 if plan.samples else 0)
+        self.tokens += tokens
+        self.levels += levels
+
+
+def step(round_: Round, texts: Sequence[Text], chunk: int, room: int) -> tuple[StepPlan, StepResult]:
+    """One round for the texts; what was planned and what came back."""
+    plan = StepPlan(tuple(text.plan(chunk, room) for text in texts))
+    result = round_.run(plan)
+    for text, part, done in zip(texts, plan.sequences, result.sequences, strict=True):
+        assert done.id == text.id
+        text.take(part, done.tokens, done.levels)
+    return plan, result
+
+
+def finish(round_: Round, texts: Sequence[Text], levels: Sequence[Level], chunk: int = 5) -> list[tuple[StepPlan, StepResult]]:
+    """Decode texts together up to their limits, as a scheduler would; every round's plan and result."""
+    steps = []
+    while open_texts := [text for text in texts if len(text.tokens) < text.limit]:
+        steps.append(step(round_, open_texts, chunk, levels[-1].window))
+    return steps
+
+
+def plainly(say: Say, full: int, prompt: Sequence[int], limit: int, temperature: float = 0.0, seed: int = 0) -> list[int]:
+    """What the full depth alone writes, token by token, without a round."""
+    tokens = list(prompt)
+    while len(tokens) < limit:
+        logits = torch.tensor([say(tuple(tokens), full)], dtype=torch.float32)
+        tokens += choose_torch(logits, [temperature], [seed], [len(tokens)])
+    return tokens

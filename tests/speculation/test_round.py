@@ -1,0 +1,267 @@
+"""Promises of the round: the full depth's own text whatever guesses, each layer once, and figures that add up."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from fakes import VOCABULARY, FakeModel, Say, Text, agreeing, finish, plainly, step
+
+from hispec_ray.core.plan import LevelCounts
+from hispec_ray.speculation.choice import choose_torch
+from hispec_ray.speculation.round import Level, Round
+
+FULL = 8
+NEVER, SELDOM, OFTEN, ALWAYS = 0.0, 0.3, 0.8, 1.0
+
+
+def levels_of(*windows: int, depths: Sequence[int] | None = None) -> tuple[Level, ...]:
+    """A hierarchy with these windows above its draft exit; depths rise to FULL."""
+    depths = depths or [max(1, FULL * (level + 1) // (len(windows) + 1)) for level in range(len(windows) + 1)]
+    return tuple(Level(f"level {i}", depth, window) for i, (depth, window) in enumerate(zip(depths, (0, *windows), strict=True)))
+
+
+HIERARCHIES = {
+    "plain": levels_of(),
+    **{f"single, {drafts} drafts": levels_of(drafts) for drafts in (1, 2, 3, 4)},
+    **{f"hispec, {drafts} drafts, window {window}": levels_of(drafts, window) for drafts in (1, 2, 3, 4) for window in range(1, 7)},
+    "four levels": levels_of(2, 3, 5),
+    "four levels, narrow above": levels_of(3, 2, 1),
+    "exits at one depth": levels_of(2, 4, depths=(3, 3, FULL)),
+    "exits at the full depth": levels_of(2, 4, depths=(FULL, FULL, FULL)),
+    "check exit at the full depth": levels_of(3, 4, depths=(2, FULL, FULL)),
+}
+
+
+def mixed_texts(limit: int = 26) -> list[Text]:
+    """Texts of mixed lengths, greedy and sampled, some near their limits."""
+    prompts = [[digit % VOCABULARY for digit in range(start, start + length)] for start, length in ((1, 1), (2, 12), (3, 5), (4, 23), (5, 2))]
+    limits = [limit, limit, 7, 25, 3]
+    return [
+        Text(index, prompt, most, temperature=index % 2 * 0.8, seed=index)
+        for index, (prompt, most) in enumerate(zip(prompts, limits, strict=True))
+    ]
+
+
+def expected(say: Say, texts: Sequence[Text]) -> list[list[int]]:
+    return [plainly(say, FULL, text.tokens, text.limit, text.temperature, text.seed) for text in texts]
+
+
+@pytest.mark.parametrize("share", [NEVER, SELDOM, OFTEN])
+@pytest.mark.parametrize("hierarchy", HIERARCHIES)
+def test_same_tokens_whatever_the_hierarchy(hierarchy: str, share: float) -> None:
+    levels, say = HIERARCHIES[hierarchy], agreeing(share, FULL)
+    texts = mixed_texts()
+    wanted = expected(say, texts)
+    steps = finish(Round(FakeModel(say), levels, choose_torch), texts, levels)
+    assert [text.tokens for text in texts] == wanted
+    for plan, result in steps:
+        for part, done in zip(plan.sequences, result.sequences, strict=True):
+            assert len(done.levels) == len(done.tokens)
+            assert (1 <= len(done.tokens) <= part.room + 1) if part.samples else done.tokens == []
+    check_figures(levels, texts, steps)
+
+
+def check_figures(levels: Sequence[Level], texts: Sequence[Text], steps: Sequence) -> None:
+    """The rows of each segment are those of tokens that survive and of tokens that a level rejected, once each."""
+    counts = [LevelCounts() for _ in levels]
+    for _, result in steps:
+        for total, one in zip(counts, result.levels, strict=True):
+            total.add(one)
+    rejected = [count.seen - count.accepted for count in counts]
+    survivors = sum(len(text.tokens) - 1 for text in texts)  # the last token of a text is never run
+    for level, count in enumerate(counts):
+        # whoever is rejected at a level has been through its segment and those below
+        assert count.rows == survivors + sum(rejected[level:]), f"level {level}"
+        assert count.rows >= count.seen
+    assert counts[0].seen == 0
+    kept = [counts[-1].accepted, counts[-1].own]
+    assert sum(kept) == sum(len(text.levels) for text in texts)
+    for level, count in enumerate(counts):
+        chosen = sum(text.levels.count(level) for text in texts)
+        assert chosen == count.own if level == len(levels) - 1 else chosen <= count.own
+
+
+@pytest.mark.parametrize("hierarchy", [name for name in HIERARCHIES if name != "plain"])
+def test_levels_that_always_agree_reject_nothing(hierarchy: str) -> None:
+    levels = HIERARCHIES[hierarchy]
+    texts = mixed_texts()
+    for _, result in finish(Round(FakeModel(agreeing(ALWAYS, FULL)), levels, choose_torch), texts, levels):
+        for count in result.levels[1:]:
+            assert count.accepted == count.seen
+    assert any(0 in text.levels for text in texts) == all(level.window > index for index, level in enumerate(levels[1:]))
+
+
+def test_levels_that_never_agree_cost_rows_and_change_nothing() -> None:
+    """Every guess is another token than the full depth's: a round commits the full depth's own token alone."""
+
+    def say(tokens: tuple[int, ...], depth: int) -> list[float]:
+        return [float(token == (len(tokens) * 3 + depth) % VOCABULARY) for token in range(VOCABULARY)]
+
+    levels = levels_of(2, 4, depths=(1, 2, FULL))
+    text = Text(0, [1, 2, 3], 20)
+    steps = finish(Round(FakeModel(say), levels, choose_torch), [text], levels)
+    assert text.tokens == plainly(say, FULL, [1, 2, 3], 20)
+    assert set(text.levels) == {2}
+    assert all(len(result.sequences[0].tokens) == 1 for _, result in steps)
+    assert all(result.levels[1].accepted == result.levels[2].accepted == 0 for _, result in steps)
+
+
+def test_a_token_is_credited_to_the_level_that_chose_it_first() -> None:
+    """The draft exit is wrong at positions that 3 divides, the check exit where 5 does too."""
+
+    def say(tokens: tuple[int, ...], depth: int) -> list[float]:
+        at = len(tokens)
+        wrong = (depth == 1 and at % 3 == 0) or (depth < FULL and at % 15 == 0)
+        return [float(token == (at + 4 * wrong) % VOCABULARY) for token in range(VOCABULARY)]
+
+    levels = levels_of(4, 6, depths=(1, 2, FULL))
+    text = Text(0, [0], 61)
+    finish(Round(FakeModel(say), levels, choose_torch), [text], levels)
+    assert text.tokens == [at % VOCABULARY for at in range(61)]
+    for at, level in enumerate(text.levels, start=1):
+        if at % 15 == 0:
+            assert level == 2
+        elif at % 3 == 0:
+            assert level > 0
+    assert text.levels.count(0) > 20
+    assert text.levels.count(1) >= 10
+
+
+@pytest.mark.parametrize("room", range(7))
+@pytest.mark.parametrize("hierarchy", ["single, 4 drafts", "hispec, 2 drafts, window 4", "hispec, 4 drafts, window 6", "four levels"])
+def test_a_round_keeps_to_its_room(hierarchy: str, room: int) -> None:
+    """With levels that always agree a round fills its room, and never writes behind it."""
+    levels, say = HIERARCHIES[hierarchy], agreeing(ALWAYS, FULL)
+    text = Text(3, [1, 2], 60)
+    round_ = Round(FakeModel(say), levels, choose_torch)
+    step(round_, [text], 5, room)
+    _, result = step(round_, [text], 5, room)
+    assert len(result.sequences[0].tokens) == min(room, levels[-1].window) + 1
+    assert text.tokens == plainly(say, FULL, [1, 2], len(text.tokens))
+
+
+@pytest.mark.parametrize(("windows", "drafts_of_each_check"), [((2, 4), [2, 0]), ((2, 6), [2, 2]), ((4, 6), [4, 0]), ((1, 4), [1, 1]), ((3, 3), [2])])
+def test_the_check_exit_looks_until_its_window_is_full(windows: tuple[int, int], drafts_of_each_check: list[int]) -> None:
+    """The check exit's own tokens take places in the window too; the last place is its own without a draft."""
+    levels, say = levels_of(*windows), agreeing(ALWAYS, FULL)
+    text = Text(0, [1, 2], 60)
+    round_ = Round(FakeModel(say), levels, choose_torch)
+    step(round_, [text], 5, 0)
+    _, result = step(round_, [text], 5, windows[-1])
+    draft, check, full = result.levels
+    assert (full.passes, full.seen, full.own) == (1, windows[1], 1)
+    assert (check.passes, check.seen) == (len(drafts_of_each_check), sum(drafts_of_each_check))
+    assert draft.passes == draft.own == sum(drafts_of_each_check)
+
+
+def test_prompts_are_read_beside_sequences_that_decode() -> None:
+    """A long prompt's chunks choose nothing, and take nothing from those beside them."""
+    levels, say = HIERARCHIES["hispec, 2 drafts, window 4"], agreeing(OFTEN, FULL)
+    young, old = Text(0, [1] * 30, 40), Text(1, [2, 3], 50)
+    wanted = expected(say, [young, old])
+    round_ = Round(FakeModel(say), levels, choose_torch)
+    step(round_, [old], 5, 4)
+    for chunk in (7, 1, 9, 13):
+        plan, result = step(round_, [old, young], chunk, 4)
+        samples = plan.sequences[1].samples
+        assert samples == (chunk == 13)
+        assert bool(result.sequences[1].tokens) == samples
+        assert result.sequences[0].tokens
+    finish(round_, [old, young], levels)
+    assert [young.tokens, old.tokens] == wanted
+
+
+def test_a_batch_changes_nobodys_rounds() -> None:
+    """Text, levels and rounds of a sequence are its own: alone and in a batch they are the same."""
+    levels, say = HIERARCHIES["hispec, 3 drafts, window 5"], agreeing(0.6, FULL)
+    together = mixed_texts()
+    finish(Round(FakeModel(say), levels, choose_torch), together, levels)
+    for text, alone in zip(together, mixed_texts(), strict=True):
+        finish(Round(FakeModel(say), levels, choose_torch), [alone], levels)
+        assert (alone.tokens, alone.levels) == (text.tokens, text.levels)
+
+
+def test_levels_out_of_order_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"depths \[4, 2\]"):
+        Round(FakeModel(agreeing(1, 4)), (Level("draft", 4, 0), Level("full", 2, 2)), choose_torch)
+
+
+def chi_square_p(observed: torch.Tensor, law: torch.Tensor) -> float:
+    """Probability of a chi-square statistic as large as this one's or larger; cells of fewer than 5 expected are joined."""
+    total = observed.sum()
+    order = law.argsort()
+    observed, wanted = observed[order].double(), law[order].double() * total
+    rare = int((wanted.cumsum(0) < 5).sum()) + 1
+    observed, wanted = (torch.cat((part[:rare].sum()[None], part[rare:])) for part in (observed, wanted))
+    statistic = ((observed - wanted) ** 2 / wanted).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(wanted) - 1) / 2).double(), statistic / 2))
+
+
+def law_of(say: Say, prompt: Sequence[int], length: int, temperature: float) -> torch.Tensor:
+    """The exact law of the next `length` tokens under the full depth, `[VOCABULARY ** length]`, by enumeration."""
+    law = torch.ones(1, dtype=torch.float64)
+    for count in range(length):
+        each = []
+        for tokens in itertools.product(range(VOCABULARY), repeat=count):
+            logits = torch.tensor(say((*prompt, *tokens), FULL), dtype=torch.float64)
+            each.append(torch.softmax(logits / temperature, -1))
+        law = (law.unsqueeze(1) * torch.stack(each)).flatten()
+    return law
+
+
+@pytest.mark.parametrize(("share", "least", "most"), [(SELDOM, 0.0, 0.5), (0.95, 0.8, 1.0)])
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_sampled_tokens_follow_the_full_depths_law(share: float, least: float, most: float, temperature: float) -> None:
+    """2,000 seeds: what one round writes is drawn from the softmax of the full depth, at low and at high acceptance."""
+    draws, length = 2000, 2
+    levels, say = levels_of(2, 4), agreeing(share, FULL)
+    prompt = (5, 1)
+    counts = torch.zeros(VOCABULARY**length)
+    seen = accepted = 0
+    round_ = Round(FakeModel(say), levels, choose_torch)
+    for first in range(0, draws, 50):
+        texts = [Text(index, prompt, len(prompt) + 6, temperature, seed=first + index) for index in range(50)]
+        for _, result in finish(round_, texts, levels):
+            seen += result.levels[-1].seen
+            accepted += result.levels[-1].accepted
+        for text in texts:
+            one, two = text.tokens[2:4]
+            counts[one * VOCABULARY + two] += 1
+    assert counts.sum() == draws
+    assert least < accepted / seen < most
+    law = law_of(say, prompt, length, temperature)
+    assert chi_square_p(counts, law) > 0.01
+    firsts = counts.view(VOCABULARY, VOCABULARY).sum(1)
+    assert chi_square_p(firsts, law.view(VOCABULARY, VOCABULARY).sum(1)) > 0.01
+    # the test has power: the check exit's law, or another temperature, is told apart
+    wrong = law_of(say, prompt, length, temperature * 1.25)
+    assert chi_square_p(counts, wrong) < 1e-4
+
+
+def test_the_law_of_a_whole_text_is_the_product_of_softmaxes() -> None:
+    """An exact enumeration: three tokens of four, 64 texts, and a distance that falls as the draws grow."""
+
+    def say(tokens: tuple[int, ...], depth: int) -> list[float]:
+        logits = agreeing(0.5, FULL)(tokens, depth)
+        return [logit if token < 4 else -100.0 for token, logit in enumerate(logits)]
+
+    levels, prompt, draws = levels_of(1, 2), (3,), (500, 8000)
+    keep = [a * VOCABULARY**2 + b * VOCABULARY + c for a, b, c in itertools.product(range(4), repeat=3)]
+    law = law_of(say, prompt, 3, 1.0)[keep]
+    assert law.sum() == pytest.approx(1, abs=1e-12)
+    counts = torch.zeros(4, 4, 4)
+    distances = []
+    round_ = Round(FakeModel(say), levels, choose_torch)
+    for first in range(0, draws[-1], 100):
+        texts = [Text(index, prompt, 4, 1.0, seed=10_000 + first + index) for index in range(100)]
+        finish(round_, texts, levels)
+        for text in texts:
+            counts[tuple(text.tokens[1:])] += 1
+        if counts.sum() in draws:
+            distances.append(float((counts.flatten() / counts.sum() - law).abs().sum() / 2))
+    assert distances[1] < distances[0] / 2
+    assert distances[1] < 0.04
+    assert chi_square_p(counts.flatten(), law) > 0.01
