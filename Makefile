@@ -24,7 +24,7 @@ serve: env
 	@exec $(BIN)/serve run deployments/hispec.yaml
 
 test: lint
-	@$(BIN)/pytest -m "not slow"
+	@$(BIN)/pytest
 
 lint: env
 	@$(BIN)/ruff check .

@@ -21,7 +21,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +182,15 @@ def _await_health(url: str, process: subprocess.Popen[bytes], log: str) -> None:
 
 def served_seconds_per_token(url: str, ids: tuple[int, ...], tokens: int) -> float:
     """Seconds a token between the first and the last event of a streamed completion."""
-    body = {"model": "smollm2-135m-instruct", "prompt": list(ids), "max_tokens": tokens + 1, "temperature": 0, "ignore_eos": True, "stream": True,
-            "stream_options": {"include_usage": True}}  # fmt: skip
+    body = {
+        "model": "smollm2-135m-instruct",
+        "prompt": list(ids),
+        "max_tokens": tokens + 1,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
     first = last = 0.0
     with urllib.request.urlopen(request, timeout=120) as response:
@@ -198,94 +205,106 @@ def served_seconds_per_token(url: str, ids: tuple[int, ...], tokens: int) -> flo
     return (last - first) / tokens
 
 
+def against_transformers(llm: LLM, peer: Peer, ids: tuple[int, ...], contexts: Sequence[int], runs: int, tokens: int) -> list[list[float]]:
+    """Return context, tokens a second of transformers and of ours, and their ratio, a line for each context."""
+    lines = []
+    for context in contexts:
+        prompt = ids[:context]
+        contestants = {
+            "peer": functools.partial(peer.seconds_per_token, prompt, tokens // 2),
+            "ours": functools.partial(plain_seconds_per_token, llm, prompt, tokens),
+        }
+        turns = common.alternate(runs, contestants)
+        speeds = (1 / statistics.median(turns[name]) for name in ("peer", "ours"))
+        lines.append([context, *speeds, common.median_ratio(turns["peer"], turns["ours"])])
+    common.table("Plain decoding, batch 1, tokens a second", ("context", "transformers", "hispec_ray", "ratio"), lines)
+    return lines
+
+
+def passes_by_rows(llm: LLM, ids: tuple[int, ...], counts: Sequence[int], runs: int) -> tuple[dict[int, float], float]:
+    """Return seconds of a pass by its rows, at context 300, and what eight rows cost of one."""
+    for start in range(0, 576, 64):  # fill the cache that the passes read
+        forward(llm, ids, start, 64 if start < 512 else 32)()
+    turns = common.alternate(runs, {str(n): functools.partial(common.seconds, forward(llm, ids, 300, n)) for n in counts})
+    passes = {n: statistics.median(turns[str(n)]) for n in counts}
+    lines = [(n, 1e3 * t, t / passes[1]) for n, t in passes.items()]
+    common.table("One pass at context 300, by rows", ("rows", "ms", "of one row"), lines)
+    return passes, common.median_ratio(turns["8"], turns["1"])
+
+
+def batch16(llm: LLM, ids: tuple[int, ...], runs: int, tokens: int) -> tuple[dict[str, float], float]:
+    """Return tokens a second at batch 1 and 16 and their ratio."""
+    contestants = {str(n): functools.partial(batch_tokens_per_second, llm, ids[:64], n, tokens) for n in (1, 16)}
+    turns = common.alternate(runs, contestants)
+    return {name: statistics.median(figures) for name, figures in turns.items()}, common.median_ratio(turns["16"], turns["1"])
+
+
+def prefill_512(llm: LLM, peers: dict[str, Peer], ids: tuple[int, ...], runs: int) -> dict[str, float]:
+    """Return seconds to read 512 prompt tokens and choose the next: ours through the engine, past the prefix cache."""
+    contestants: dict[str, Callable[[], float]] = {name: functools.partial(peer.prefill, ids[:512]) for name, peer in peers.items()}
+    contestants["hispec_ray bf16"] = lambda: common.seconds(
+        lambda: llm.generate([[next(_FRESH), *ids[:511]]], SamplingParams(temperature=0, max_tokens=1))
+    )
+    turns = common.alternate(runs, contestants)
+    medians = {name: statistics.median(figures) for name, figures in turns.items()}
+    common.table("Prefill of 512 tokens", ("contestant", "s"), list(medians.items()))
+    return medians
+
+
+def memory_overhead(threads: int | None) -> tuple[dict[int, int], int]:
+    """Return bytes of waiting hidden rows by batch, and of weights and cache, under the default hispec settings."""
+    llm = LLM({"model": {"threads": threads}})
+    shard = llm.engine.executor.shard
+    total = shard.weight_bytes + shard.cache_bytes
+    held = {batch: held_bytes(llm, batch) for batch in (1, 16)}
+    lines = [(n, b, f"{100 * b / total:.4f}") for n, b in held.items()]
+    common.table("Hidden rows that the hierarchy keeps", ("sequences", "bytes", "% of weights and cache"), lines)
+    return held, total
+
+
 def main() -> None:
     options = common.parser((__doc__ or "").splitlines()[0], "decode")
     options.add_argument("--runs", type=int, default=7, help="turns of each alternation")
     options.add_argument("--no-server", action="store_true", help="leave the served path out")
     args = options.parse_args()
     runs, tokens = (2, 12) if args.quick else (args.runs, 48)
-    settings = {"model": {"threads": args.threads}, "speculation": {"method": "plain"}, "cache": {"blocks": 2048}}
-    llm = LLM(settings)
-    peer = Peer(llm, torch.bfloat16)
+    llm = LLM({"model": {"threads": args.threads}, "speculation": {"method": "plain"}, "cache": {"blocks": 2048}})
     ids = text_ids(llm, 600)
+    peers = {"transformers bf16": Peer(llm, torch.bfloat16)}
     details: dict[str, Any] = {"threads": llm.settings.model.thread_count()}
 
-    against: list[float] = []
-    rows = []
-    for context in CONTEXTS[:1] if args.quick else CONTEXTS:
-        turns = common.alternate(runs, {
-            "transformers": lambda: peer.seconds_per_token(ids[:context], tokens // 2),
-            "plain": lambda: plain_seconds_per_token(llm, ids[:context], tokens),
-        })  # fmt: skip
-        ratio = common.median_ratio(turns["transformers"], turns["plain"])
-        against.append(ratio)
-        rows.append((context, *(1 / statistics.median(turns[name]) for name in ("transformers", "plain")), ratio))
-    common.table("Plain decoding, batch 1, tokens a second", ("context", "transformers", "hispec_ray", "ratio"), rows)
-    details["against_transformers"] = rows
-
-    for start in range(0, 576, 64):  # fill the cache that the passes below read
-        forward(llm, ids, start, 64 if start < 512 else 32)()
-    counts = (1, 8) if args.quick else ROWS
-    turns = common.alternate(3 * runs, {str(n): functools.partial(common.seconds, forward(llm, ids, 300, n)) for n in counts})
-    passes = {n: statistics.median(turns[str(n)]) for n in counts}
-    rows8 = common.median_ratio(turns["8"], turns["1"])
-    common.table("One pass at context 300, by rows", ("rows", "ms", "of one row"), [(n, 1e3 * t, t / passes[1]) for n, t in passes.items()])
-    details["pass_ms"] = {n: 1e3 * t for n, t in passes.items()}
-
-    share = statistics.median(outside_model(llm, ids[:200], tokens) for _ in range(runs))
-    turns = common.alternate(runs, {
-        "1": lambda: batch_tokens_per_second(llm, ids[:64], 1, tokens),
-        "16": lambda: batch_tokens_per_second(llm, ids[:64], 16, tokens),
-    })  # fmt: skip
-    batch16 = common.median_ratio(turns["16"], turns["1"])
-    details["batch_tokens_per_second"] = {name: statistics.median(figures) for name, figures in turns.items()}
-
-    contestants: dict[str, Callable[[], float]] = {
-        "ours": lambda: common.seconds(forward_prefill(llm, ids)),
-        "bf16": lambda: peer.prefill(ids[:512]),
-    }
+    lines = against_transformers(llm, peers["transformers bf16"], ids, CONTEXTS[:1] if args.quick else CONTEXTS, runs, tokens)
+    passes, rows8 = passes_by_rows(llm, ids, (1, 8) if args.quick else ROWS, 3 * runs)
+    outside = statistics.median(outside_model(llm, ids[:200], tokens) for _ in range(runs))
+    speeds, batch_ratio = batch16(llm, ids, runs, tokens)
     if not args.quick:
-        wide = Peer(llm, torch.float32)
-        contestants["fp32"] = lambda: wide.prefill(ids[:512])
-    turns = common.alternate(min(runs, 3), contestants)
-    prefill = {name: statistics.median(figures) for name, figures in turns.items()}
-    details["prefill_512_s"] = prefill
-    common.table("Prefill of 512 tokens", ("contestant", "s"), [(name, t) for name, t in prefill.items()])
-
+        peers["transformers fp32"] = Peer(llm, torch.float32)
+        details["prefill_512_s"] = prefill_512(llm, peers, ids, min(runs, 3))
+    del peers
+    shard, a = llm.engine.executor.shard, llm.engine.source.architecture
+    read = shard.weight_bytes + 300 * 2 * a.layers * a.kv_heads * a.head_dim * 2
     memory = bandwidth()
-    shard = llm.engine.executor.shard
-    token_bytes = 2 * shard.decoder.architecture.layers * shard.decoder.architecture.kv_heads * shard.decoder.architecture.head_dim * 2
-    read = shard.weight_bytes + 300 * token_bytes
-    bandwidth_share = read / passes[1] / memory
-    details["bandwidth_gb_s"] = {"measured": memory / 1e9, "reached": read / passes[1] / 1e9}
-
     served = None if args.no_server else served_cost(args, llm, ids, runs, tokens)
-    del peer
-    speculating = LLM({"model": {"threads": args.threads}})
-    spec = speculating.engine.executor.shard
-    total = spec.weight_bytes + spec.cache_bytes
-    held = {batch: held_bytes(speculating, batch) for batch in (1, 16)}
-    details["held_bytes"] = held
-    details["weights_and_cache_bytes"] = total
-    common.table("Hidden rows that the hierarchy keeps", ("sequences", "bytes", "% of weights and cache"),
-                 [(n, b, 100 * b / total) for n, b in held.items()])  # fmt: skip
+    held, total = memory_overhead(args.threads)
+    details |= {
+        "against_transformers": lines,
+        "pass_ms": {n: 1e3 * t for n, t in passes.items()},
+        "batch_tokens_per_second": speeds,
+        "bandwidth_gb_s": {"measured": memory / 1e9, "reached": read / passes[1] / 1e9},
+        "held_bytes": held,
+        "weights_and_cache_bytes": total,
+    }
     headline = {
-        "plain_vs_transformers": round(min(against), 3),
+        "plain_vs_transformers": round(min(line[3] for line in lines), 3),
         "rows8_vs_rows1": round(rows8, 3),
-        "outside_model": round(share, 4),
-        "batch16_vs_batch1": round(batch16, 3),
-        "bandwidth_share": round(bandwidth_share, 3),
+        "outside_model": round(outside, 4),
+        "batch16_vs_batch1": round(batch_ratio, 3),
+        "bandwidth_share": round(read / passes[1] / memory, 3),
         "served_ms_per_token": None if served is None else round(served, 3),
         "memory_overhead": held[1] / total,
     }
     draw(args.out, details, headline)
     common.finish("decode", args.out, headline, details)
-
-
-def forward_prefill(llm: LLM, ids: tuple[int, ...]) -> Callable[[], object]:
-    """Return a call that reads 512 fresh prompt tokens and chooses the next, through the engine, past the prefix cache."""
-    fresh = next(_FRESH)
-    return lambda: llm.generate([[fresh, *ids[:511]]], SamplingParams(temperature=0, max_tokens=1))
 
 
 def served_cost(args: argparse.Namespace, llm: LLM, ids: tuple[int, ...], runs: int, tokens: int) -> float:

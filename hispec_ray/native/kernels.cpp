@@ -2,8 +2,8 @@
 // depends on nothing else: not on how many rows there are, which rows stand beside it, how many threads run,
 // or where its blocks lie. So a row is the same to the bit whenever and however it is computed.
 //
-// One inner loop serves products, attention scores and attention sums: `panel_product`, a dot product of up to
-// ROWS rows of floats with PANEL columns, each column summed in order of k in one fp32 accumulator. Weights,
+// One inner loop serves products, attention scores and attention sums: `accumulate`, dot products of up to ROWS
+// rows of floats with the columns of a panel, each summed in order of k in one fp32 accumulator. Weights,
 // keys and values are stored as panels: columns side by side, and for bf16 two steps of k in one 32-bit word,
 // so that a shift and a mask turn one load into two vectors.
 #include <omp.h>
@@ -34,7 +34,7 @@ typedef uint16_t bf16;
 
 static inline vec load(const float* p) { vec v; std::memcpy(&v, p, sizeof v); return v; }
 static inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
-static inline vec splat(float a) { return vec{} + a; }
+static inline vec splat(float a) { return a - vec{}; }  // x - 0 is x, sign of zero included: a bare broadcast
 static inline float widen(float x) { return x; }
 static inline float widen(bf16 x) { uint32_t u = uint32_t(x) << 16; float f; std::memcpy(&f, &u, 4); return f; }
 static inline void narrow(float x, float& out) { out = x; }
@@ -54,14 +54,17 @@ static inline uvec words(const bf16* w, int j) { uvec u; std::memcpy(&u, w + j *
 static inline vec even(const bf16* w, int64_t, int j) { return (vec)(words(w, j) << 16); }
 static inline vec odd(const bf16* w, int64_t, int j) { return (vec)(words(w, j) & 0xffff0000u); }
 
+// What to fetch while a panel is read: `step` bytes on for every two steps of k.
+struct Ahead { const char* at; int64_t step; };
+
 // acc[r][:] += sum over k < depth of x[r][k] * w[k][:], in order of k.
 template <int R, int V, class W>
-static inline void accumulate(vec (&acc)[R][V], const float* __restrict x, int64_t ldx, const W* __restrict w, int64_t depth) {
+static inline void accumulate(vec (&acc)[R][V], const float* __restrict x, int64_t ldx, const W* __restrict w, int64_t depth, Ahead ahead) {
   constexpr int64_t width = V * LANES;
   int64_t k = 0;
 #pragma GCC unroll 1
-  for (; k + 1 < depth; k += 2, w += 2 * width) {
-    __builtin_prefetch(reinterpret_cast<const char*>(w) + 2048);
+  for (; k + 1 < depth; k += 2, w += 2 * width, ahead.at += ahead.step) {
+    __builtin_prefetch(ahead.at);
     vec b[V];
     UNROLL for (int j = 0; j < V; ++j) b[j] = even(w, width, j);
     UNROLL for (int r = 0; r < R; ++r) {
@@ -82,24 +85,29 @@ static inline void accumulate(vec (&acc)[R][V], const float* __restrict x, int64
   }
 }
 
-// out[r][:] (+)= x[r] . panel for rows r < rows; V vectors of columns, `out` rows are ldo floats apart.
+// out[r][:] = x[r] . panel for rows r < rows <= R; V vectors of columns, `out` rows are ldo floats apart.
 template <int R, int V, class W>
-static void panel_rows(int rows, const float* x, int64_t ldx, const W* w, int64_t depth, float* out, int64_t ldo, bool add) {
+static void panel_rows(int rows, const float* x, int64_t ldx, const W* w, int64_t depth, float* out, int64_t ldo, Ahead ahead) {
   if constexpr (R > 0) {
-    if (rows < R) return panel_rows<R - 1, V>(rows, x, ldx, w, depth, out, ldo, add);
+    if (rows < R) return panel_rows<R - 1, V>(rows, x, ldx, w, depth, out, ldo, ahead);
     vec acc[R][V] = {};
-    if (add) UNROLL for (int r = 0; r < R; ++r) UNROLL for (int j = 0; j < V; ++j) acc[r][j] = load(out + r * ldo + j * LANES);
-    accumulate<R, V>(acc, x, ldx, w, depth);
+    accumulate<R, V>(acc, x, ldx, w, depth, ahead);
     UNROLL for (int r = 0; r < R; ++r) UNROLL for (int j = 0; j < V; ++j) store(out + r * ldo + j * LANES, acc[r][j]);
   }
 }
 
+template <class W>
+static inline Ahead soon(const W* w) { return {reinterpret_cast<const char*>(w) + 2048, 64}; }
+
+static inline int64_t next_rows(int64_t left) {  // 8 rows run as 4 and 4, not 6 and 2
+  return left > 2 * ROWS ? ROWS : left > ROWS ? (left + 1) / 2 : left;
+}
+
 template <int V, class W>
-static void panel_product(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t depth, float* out, int64_t ldo, bool add) {
-  while (rows > 0) {  // 8 rows run as 4 and 4, not 6 and 2
-    int now = int(rows > 2 * ROWS ? ROWS : rows > ROWS ? (rows + 1) / 2 : rows);
-    panel_rows<ROWS, V>(now, x, ldx, w, depth, out, ldo, add);
-    x += now * ldx, out += now * ldo, rows -= now;
+static void panel_product(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t depth, float* out, int64_t ldo) {
+  for (int64_t r = 0, now; r < rows; r += now) {
+    now = next_rows(rows - r);
+    panel_rows<ROWS, V>(int(now), x + r * ldx, ldx, w, depth, out + r * ldo, ldo, soon(w));
   }
 }
 
@@ -214,16 +222,18 @@ static void product(const float* x, int64_t ldx, int64_t rows, const Matrix& m, 
     int64_t last = std::min(rows, first + step);
     for (int64_t p = from; p < to; ++p) {
       int64_t column = p * PANEL, columns = std::min<int64_t>(PANEL, m.out - column);
-      for (int64_t r = first; r < last;) {
-        int64_t left = last - r, now = left > 2 * ROWS ? ROWS : left > ROWS ? (left + 1) / 2 : left;
-        panel_rows<ROWS, 2>(int(now), x + r * ldx, ldx, panels + p * m.in * PANEL, m.in, tile, PANEL, false);
+      const W* panel = panels + p * m.in * PANEL;
+      const int64_t bytes = m.in * PANEL * int64_t(sizeof(W)), groups = (last - first + ROWS - 1) / ROWS;
+      Ahead ahead = groups == 1 ? soon(panel) : Ahead{reinterpret_cast<const char*>(panel) + bytes, 2 * bytes / m.in / groups};
+      for (int64_t r = first, now; r < last; r += now, ahead.at += m.in / 2 * ahead.step) {
+        now = next_rows(last - r);
+        panel_rows<ROWS, 2>(int(now), x + r * ldx, ldx, panel, m.in, tile, PANEL, ahead);
         for (int64_t i = 0; i < now; ++i) {
           float *out = y + (r + i) * ldy + column, *in = tile + i * PANEL;
           if (m.bias) for (int64_t c = 0; c < columns; ++c) in[c] += m.bias[column + c];
           if (add) for (int64_t c = 0; c < columns; ++c) out[c] += in[c];
           else std::memcpy(out, in, size_t(columns) * 4);
         }
-        r += now;
       }
     }
   }
@@ -253,45 +263,81 @@ static void prepare_head(const Model& m, const float* norm, int64_t position, fl
   }
 }
 
-// Attention of the query heads of one key head, for one row: scores by blocks of keys, fp32 softmax, sum over values.
-template <class W>
-static void attend(const Model& m, const Layer& layer, const Rows& rows, int64_t row, int64_t kv_head, const float* query, float* out, std::vector<float>& scratch) {
-  const int64_t group = m.heads / m.kv_heads, size = m.padded_head, block_size = m.block_size;
-  const int64_t context = rows.positions[row] + 1, blocks = (context + block_size - 1) / block_size, padded = blocks * block_size;
-  const int64_t* table = rows.tables + rows.table[row] * rows.table_width;
-  const int64_t panel = block_size * size;
-  scratch.resize(size_t(group * (padded + 2 * size)));
-  float *scores = scratch.data(), *sums = scores + group * padded, *queries = sums + group * size;
-  std::memset(sums, 0, size_t(2 * group * size) * 4);
-  for (int64_t g = 0; g < group; ++g)
-    for (int64_t i = 0; i < m.head_size; ++i) queries[g * size + i] = query[g * m.head_size + i] * m.scale;
-  for (int64_t b = 0; b < blocks; ++b) {
-    const W* keys = static_cast<const W*>(layer.keys) + (table[b] * m.kv_heads + kv_head) * panel;
-    for (int64_t c = 0; c < block_size; c += CHUNK)
-      panel_product<CHUNK / LANES>(group, queries, size, keys + c * size, m.head_size, scores + b * block_size + c, padded, false);
+// Consecutive rows of one sequence that attend together, because they read the same blocks.
+struct Tile { int64_t row, rows; };
+
+static std::vector<Tile> tiles_of(const Model& m, const Rows& rows) {
+  const int64_t most = std::max<int64_t>(1, ROWS / (m.heads / m.kv_heads));
+  std::vector<Tile> tiles;
+  for (int64_t r = 0; r < rows.rows; ++r)
+    if (!tiles.empty() && tiles.back().rows < most && rows.table[r] == rows.table[r - 1]) ++tiles.back().rows;
+    else tiles.push_back({r, 1});
+  return tiles;
+}
+
+// sums[q][0 .. CHUNK) = the weights[q] of `context` positions times one chunk of the values in a sequence's blocks.
+template <int Q, class W>
+static void sum_values(int queries, const float* weights, int64_t ldw, const W* values, const int64_t* table, int64_t block_stride, int64_t block_size,
+                       int64_t context, float* sums, int64_t lds) {
+  if constexpr (Q > 0) {
+    if (queries < Q) return sum_values<Q - 1>(queries, weights, ldw, values, table, block_stride, block_size, context, sums, lds);
+    constexpr int V = CHUNK / LANES;
+    vec acc[Q][V] = {};
+    for (int64_t first = 0; first < context; first += block_size) {
+      const W* block = values + table[first / block_size] * block_stride;
+      accumulate<Q, V>(acc, weights + first, ldw, block, std::min(block_size, context - first), soon(block));
+    }
+    UNROLL for (int q = 0; q < Q; ++q) UNROLL for (int j = 0; j < V; ++j) store(sums + q * lds + j * LANES, acc[q][j]);
   }
-  for (int64_t g = 0; g < group; ++g) {
-    float* score = scores + g * padded;
-    float top = score[0], total = 0;
-    for (int64_t i = 1; i < context; ++i) top = std::max(top, score[i]);
-    for (int64_t i = context; i < padded; ++i) score[i] = -INFINITY;
-    vec part = {};
+}
+
+// Attention of a tile for the query heads of one key head: scores by blocks of keys, fp32 softmax, sums over the values.
+// A row's own context is shorter than its tile's: the positions past it weigh exactly 0.
+template <class W>
+static void attend(const Model& m, const Layer& layer, const Rows& rows, Tile tile, int64_t kv_head, const float* qkv, int64_t qkv_width, float* mixed,
+                   std::vector<float>& scratch) {
+  const int64_t group = m.heads / m.kv_heads, size = m.padded_head, block_size = m.block_size, queries = group * tile.rows;
+  int64_t context = 0;
+  for (int64_t r = 0; r < tile.rows; ++r) context = std::max(context, rows.positions[tile.row + r] + 1);
+  const int64_t blocks = (context + block_size - 1) / block_size, padded = blocks * block_size;
+  const int64_t* table = rows.tables + rows.table[tile.row] * rows.table_width;
+  const int64_t panel = block_size * size, block_stride = m.kv_heads * panel;
+  const W *keys = static_cast<const W*>(layer.keys) + kv_head * panel, *values = static_cast<const W*>(layer.values) + kv_head * panel;
+  scratch.resize(size_t(queries * (padded + 2 * size + 1)));
+  float *scores = scratch.data(), *sums = scores + queries * padded, *scaled = sums + queries * size, *inverse = scaled + queries * size;
+  for (int64_t q = 0; q < queries; ++q) {
+    const float* query = qkv + (tile.row + q / group) * qkv_width + (kv_head * group + q % group) * m.head_size;
+    for (int64_t i = 0; i < m.head_size; ++i) scaled[q * size + i] = query[i] * m.scale;
+  }
+  for (int64_t b = 0; b < blocks; ++b)
+    for (int64_t c = 0; c < block_size; c += CHUNK)
+      panel_product<CHUNK / LANES>(queries, scaled, size, keys + table[b] * block_stride + c * size, m.head_size, scores + b * block_size + c, padded);
+  for (int64_t q = 0; q < queries; ++q) {
+    float* score = scores + q * padded;
+    for (int64_t i = rows.positions[tile.row + q / group] + 1; i < padded; ++i) score[i] = -INFINITY;
+    vec best = load(score), part = {};
+    for (int64_t i = LANES; i < padded; i += LANES) {
+      vec s = load(score + i);
+      best = s > best ? s : best;
+    }
+    float top = best[0], total = 0;
+    for (int j = 1; j < LANES; ++j) top = std::max(top, best[j]);
     for (int64_t i = 0; i < padded; i += LANES) {
       vec e = exp_vec(load(score + i) - top);
       store(score + i, e);
       part += e;
     }
     for (int j = 0; j < LANES; ++j) total += part[j];
-    float inverse = 1.0f / total;
-    for (int64_t i = 0; i < context; ++i) score[i] *= inverse;
+    inverse[q] = 1.0f / total;
   }
-  for (int64_t c = 0; c < size; c += CHUNK)
-    for (int64_t b = 0; b < blocks; ++b) {
-      const W* values = static_cast<const W*>(layer.values) + (table[b] * m.kv_heads + kv_head) * panel;
-      int64_t depth = std::min(block_size, context - b * block_size);
-      panel_product<CHUNK / LANES>(group, scores + b * block_size, padded, values + c * block_size, depth, sums + c, size, true);
-    }
-  for (int64_t g = 0; g < group; ++g) std::memcpy(out + g * m.head_size, sums + g * size, size_t(m.head_size) * 4);
+  for (int64_t first = 0; first < queries; first += ROWS)
+    for (int64_t c = 0; c < size; c += CHUNK)
+      sum_values<ROWS>(int(std::min<int64_t>(ROWS, queries - first)), scores + first * padded, padded, values + c * block_size, table, block_stride,
+                       block_size, context, sums + first * size + c, size);
+  for (int64_t q = 0; q < queries; ++q) {
+    float* out = mixed + (tile.row + q / group) * m.heads * m.head_size + (kv_head * group + q % group) * m.head_size;
+    for (int64_t i = 0; i < m.head_size; ++i) out[i] = sums[q * size + i] * inverse[q];
+  }
 }
 
 // Key panels hold CHUNK positions as columns and the head's entries as steps; value panels the other way round.
@@ -317,12 +363,13 @@ static void run_team(int threads, Body body) {
 template <class W>
 static void run_layers(const Model& m, const Layer* layers, int64_t count, const Rows& rows, float* hidden, float* scratch) {
   const int64_t n = rows.rows, width = m.width, query_width = m.heads * m.head_size, kv_width = m.kv_heads * m.head_size;
-  const int64_t qkv_width = query_width + 2 * kv_width, group = m.heads / m.kv_heads;
+  const int64_t qkv_width = query_width + 2 * kv_width;
   float *normed = scratch, *qkv = normed + n * width, *mixed = qkv + n * qkv_width, *inner = mixed + n * query_width;
   float* gates = inner + n * m.intermediate;
   const int threads = int(m.threads);
   Meeting meeting(threads);
-  std::vector<std::atomic<int64_t>> taken(static_cast<size_t>(count));  // (row, key head) pairs handed out, per layer
+  std::vector<std::atomic<int64_t>> taken(static_cast<size_t>(count));  // (tile, key head) pairs handed out, per layer
+  const std::vector<Tile> tiles = tiles_of(m, rows);
   run_team(threads, [&](int thread) {
     std::vector<float> buffer, key(size_t(m.head_size));
     int64_t from, to;
@@ -345,10 +392,8 @@ static void run_layers(const Model& m, const Layer* layers, int64_t count, const
       for (int64_t i = from; i < to; ++i)
         prepare_head(m, layer.query_norm, rows.positions[i / m.heads], qkv + i / m.heads * qkv_width + i % m.heads * m.head_size);
       meeting.wait();
-      for (int64_t i; (i = taken[size_t(l)].fetch_add(1, std::memory_order_relaxed)) < n * m.kv_heads;) {
-        int64_t row = i / m.kv_heads, head = i % m.kv_heads, at = head * group * m.head_size;
-        attend<W>(m, layer, rows, row, head, qkv + row * qkv_width + at, mixed + row * query_width + at, buffer);
-      }
+      for (int64_t i; (i = taken[size_t(l)].fetch_add(1, std::memory_order_relaxed)) < int64_t(tiles.size()) * m.kv_heads;)
+        attend<W>(m, layer, rows, tiles[size_t(i / m.kv_heads)], i % m.kv_heads, qkv, qkv_width, mixed, buffer);
       meeting.wait();
       product_shared<W>(mixed, query_width, n, layer.out, hidden, width, true, thread, threads);
       meeting.wait();

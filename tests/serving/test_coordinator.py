@@ -50,20 +50,20 @@ def test_all_that_is_sent_is_small_plain_data() -> None:
 def test_choices_are_numbered_prompt_by_prompt_each_with_its_seed() -> None:
     engine = FakeEngine()
     started, *steps = items(engine, job("a", [7, 8], n=3, seed=5))
+    assert isinstance(steps[0], list)
     assert started == Started([1, 2])
-    assert [delta[0] for delta in steps[0]] == [0, 1, 2, 3, 4, 5]  # type: ignore[union-attr]
+    assert [delta[0] for delta in steps[0]] == [0, 1, 2, 3, 4, 5]
     assert [request.prompt_ids for request in engine.requests] == [(97,)] * 3 + [(7, 8)] * 3
     assert [request.params.seed for request in engine.requests] == [choice_seed(5, i) for i in (0, 1, 2)] * 2
     assert len({request.id for request in engine.requests}) == 6
 
 
 def test_a_seed_is_drawn_where_none_is_given() -> None:
-    engine = FakeEngine()
-    items(engine, job("a"))
-    items(engine, job("a"))
-    first, second = (request.params.seed for request in engine.requests)
+    engines = FakeEngine(), FakeEngine()
+    for engine in engines:
+        items(engine, job("a"))
+    first, second = (engine.requests[0].params.seed for engine in engines)
     assert first is not None
-    assert second is not None
     assert 0 <= first <= MAX_SEED
     assert first != second
 

@@ -267,7 +267,7 @@ def test_a_client_that_goes_away_frees_its_sequences(stream: bool, after: str) -
         async def collect(message: Any) -> None:
             sent.append(message)
 
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b"", "app": None}
+        scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
         call = asyncio.ensure_future(app(engine)(scope, receive, collect))
         while not (len(sent) > 1 if stream and after == "something" else engine.running):
             await asyncio.sleep(0)

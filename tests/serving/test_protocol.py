@@ -35,7 +35,7 @@ BAD_IN_COMPLETION: list[tuple[str, Any]] = [
 BAD_IN_CHAT: list[tuple[str, Any]] = [
     ("max_tokens", 0), ("max_completion_tokens", 0), ("max_completion_tokens", -1), ("max_completion_tokens", "5"),
     ("messages", {"role": "user"}), ("messages", []), ("messages", None), ("messages", "Hi"),
-    ("logprobs", True), ("top_logprobs", 21), ("top_logprobs", 2), ("response_format", {"type": "json_object"}), ("response_format", "text"),
+    ("logprobs", True), ("top_logprobs", 21), ("response_format", {"type": "json_object"}), ("response_format", "text"),
     ("tools", [{"type": "function", "function": {"name": "f"}}]), ("tool_choice", "auto"), ("tool_choice", {"type": "function"}),
     ("functions", [{}]), ("function_call", "auto"), ("modalities", ["audio"]), ("store", True), ("metadata", {"a": "b"}), ("prompt", "x"),
 ]  # fmt: skip
@@ -163,7 +163,14 @@ def test_neutral_values_of_what_is_not_offered_are_accepted() -> None:
     assert completion(**both, echo=False, best_of=1).job.params == completion().job.params
     extra = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logprobs": False, "store": False}
     assert chat(**both, **extra).job.params == chat().job.params
-    answered = {"role": "assistant", "content": "4", "refusal": None, "tool_calls": None, "function_call": None, "annotations": []}
+    answered: dict[str, Any] = {
+        "role": "assistant",
+        "content": "4",
+        "refusal": None,
+        "tool_calls": None,
+        "function_call": None,
+        "annotations": [],
+    }
     assert chat(messages=[*CHAT["messages"], answered]).job.messages[1] == {"role": "assistant", "content": "4"}
 
 

@@ -1,0 +1,141 @@
+"""Promises of the offline API: prompts in, answers out in their order, and nothing left behind whatever goes wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hispec_ray import LLM, FinishReason, RequestError, SamplingParams
+from hispec_ray.request import choice_seed
+
+
+@pytest.fixture
+def llm(tiny_llm: Any) -> LLM:
+    made: LLM = tiny_llm("float32", "hispec", 5, 7, 3, 5, blocks=60, max_queued=2, max_sequences=4)
+    return made
+
+
+def params(**values: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 1.0, "seed": 7, "max_tokens": 12, "ignore_eos": True, **values})
+
+
+def assert_clean(llm: LLM) -> None:
+    assert not llm.engine.has_work
+    assert llm.engine.pool.used == 0
+    llm.engine.scheduler.check_integrity()
+
+
+def test_choices_are_distinct_and_repeatable(llm: LLM) -> None:
+    first, again = (llm.generate("the cat", params(n=5))[0] for _ in range(2))
+    texts = [tuple(choice.token_ids) for choice in first.choices]
+    assert len(set(texts)) == 5
+    assert texts == [tuple(choice.token_ids) for choice in again.choices]
+    # a choice is the request that has its seed
+    for index, text in enumerate(texts):
+        assert tuple(llm.generate("the cat", params(seed=choice_seed(7, index)))[0].choices[0].token_ids) == text
+    assert_clean(llm)
+
+
+def test_greedy_choices_are_equal(llm: LLM) -> None:
+    choices = llm.generate("the cat", params(n=3, temperature=0.0))[0].choices
+    assert len({choice.text for choice in choices}) == 1
+
+
+def test_without_a_seed_answers_differ(llm: LLM) -> None:
+    texts = {tuple(llm.generate("the cat", params(seed=None, temperature=2.0))[0].choices[0].token_ids) for _ in range(3)}
+    assert len(texts) == 3
+
+
+def test_more_prompts_than_places_are_answered_in_their_order(llm: LLM) -> None:
+    prompts = [[5 + index, 9] for index in range(15)]
+    done = llm.generate(prompts, [params(seed=index, max_tokens=3 + index % 4) for index in range(15)])
+    assert [list(one.prompt_ids) for one in done] == prompts
+    for index, one in enumerate(done):
+        assert one.choices[0].finish_reason is FinishReason.LENGTH
+        alone = llm.generate(prompts[index], params(seed=index, max_tokens=3 + index % 4))[0]
+        assert alone.choices[0].token_ids == one.choices[0].token_ids
+        assert len(one.choices[0].levels) == len(one.choices[0].token_ids) == 3 + index % 4
+    assert_clean(llm)
+
+
+def test_a_bad_prompt_among_good_ones_names_itself_and_nothing_runs(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="token id 300"):
+        llm.generate([[5], [300], [6]], params())
+    assert_clean(llm)
+    with pytest.raises(RequestError, match="2 entries for 3 prompts") as raised:
+        llm.generate([[5], [4], [6]], [params()] * 2)
+    assert raised.value.field == "params"
+    with pytest.raises(RequestError, match="empty"):
+        llm.generate("", params())
+    assert llm.generate([5], params())[0].text
+    assert llm.generate([], params()) == []
+
+
+def test_a_step_that_fails_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = llm.generate([[5], [6]], params())
+
+    def fail(plan: object) -> None:
+        raise MemoryError("no room for a pass")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.engine.executor, "execute", fail)
+        with pytest.raises(MemoryError):
+            llm.generate([[5], [6], [7], [8], [9], [10], [11]], params())
+    assert_clean(llm)
+    assert llm.generate([[5], [6]], params()) == expected
+
+
+def test_a_stream_is_the_answer_in_pieces(llm: LLM) -> None:
+    whole = llm.generate("the hat", params(max_tokens=30))[0].choices[0]
+    deltas = list(llm.stream("the hat", params(max_tokens=30)))
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids
+    assert len(deltas) < 30
+    assert [delta.finish_reason for delta in deltas[-2:]] == [None, FinishReason.LENGTH]
+    assert_clean(llm)
+
+
+def test_leaving_a_stream_frees_its_blocks(llm: LLM) -> None:
+    stream = llm.stream("the hat", params(max_tokens=100))
+    next(stream)
+    assert llm.engine.pool.used > 0
+    stream.close()  # type: ignore[attr-defined]
+    assert_clean(llm)
+    with pytest.raises(RequestError, match="a stream has one choice"):
+        next(llm.stream("the hat", params(n=2)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("temperature", -0.1, "temperature is -0.1; it must be from 0 to 2"),
+        ("temperature", 2.1, "from 0 to 2"),
+        ("temperature", float("nan"), "temperature is nan"),
+        ("seed", -1, "seed is -1"),
+        ("seed", 2**63, "it must be from 0 to 9223372036854775807"),
+        ("max_tokens", -1, "max_tokens is -1; it must be 0 or more"),
+        ("stop", ("a",) * 17, "stop has 17 strings; at most 16"),
+        ("stop", ("a", ""), "empty string"),
+        ("n", 0, "n is 0; it must be from 1 to 128"),
+        ("n", 129, "n is 129"),
+    ],
+)
+def test_a_value_out_of_range_names_its_field(field: str, value: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as raised:
+        params(**{field: value})
+    assert raised.value.field == field
+
+
+def test_a_model_without_a_chat_template_says_so(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="no chat template") as raised:
+        llm.encode_chat([{"role": "user", "content": "hi"}])
+    assert raised.value.field == "messages"
+
+
+def test_chat_and_completion_give_the_reference_answer(default_llm: Any) -> None:
+    llm: LLM = default_llm("float32", "hispec", 28, 29)
+    prompt = llm.encode_chat([{"role": "user", "content": "What is 2+2? Answer with one number."}])
+    assert len(prompt) == 42
+    done = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=40))[0]
+    assert (done.text, done.choices[0].finish_reason, len(done.choices[0].token_ids)) == ("The answer is 4.", FinishReason.STOP, 7)
