@@ -1,5 +1,6 @@
 """What every test stands on: one thread, no hub, and models that are loaded once a session."""
 
+# ruff: noqa: E402  the environment is set before torch, the hub and OpenMP read it
 from __future__ import annotations
 
 import os

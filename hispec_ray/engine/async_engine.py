@@ -64,6 +64,8 @@ class AsyncEngine:
         self.model_name: str = engine.settings.model.served_name or engine.settings.model.path
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._mailboxes: dict[str, _Mailbox] = {}
+        self._callers: set[_Mailbox] = set()
+        """Everybody who waits, also those whose requests have not entered yet."""
         self._error: BaseException | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="hispec-engine", daemon=True)
@@ -83,14 +85,17 @@ class AsyncEngine:
         self.check_health()
         mailbox = _Mailbox()
         unfinished = {request.id for request in requests}
+        self._callers.add(mailbox)
         self._commands.put(lambda: self._enter(requests, mailbox))
         try:
+            self.check_health()  # again: an engine that ended in between told its callers before this one was among them
             while unfinished:
                 deltas = await mailbox.take()
                 unfinished -= {delta.request_id for delta in deltas if delta.finish_reason is not None}
                 if deltas:
                     yield deltas
         finally:
+            self._callers.discard(mailbox)
             if unfinished:
                 self._commands.put(lambda: self._leave(unfinished))
 
@@ -150,7 +155,7 @@ class AsyncEngine:
             raise
         finally:
             end = EngineDeadError("the engine has been closed" if self._error is None else f"the engine has stopped: {self._error}")
-            for mailbox in {id(m): m for m in self._mailboxes.values()}.values():
+            for mailbox in list(self._callers):
                 mailbox.put([], end)
 
     def _obey(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import torch
 
 from hispec_ray.core.plan import IntArray, Rows
@@ -71,7 +72,9 @@ class NativeDecoder:
         a = architecture
         dtype = weights["embed.weight"].dtype
         padded_head = -(-a.head_dim // int(self._library.hispec_chunk())) * int(self._library.hispec_chunk())
-        self.cache = torch.zeros(2, a.layers, blocks, a.kv_heads * block_size * padded_head, dtype=dtype)
+        # pages that are zero without being touched: the pool takes memory as it fills
+        pool = np.zeros((2, a.layers, blocks, a.kv_heads * block_size * padded_head * dtype.itemsize), dtype=np.uint8)
+        self.cache = torch.from_numpy(pool).view(dtype)
         cosines, sines = (None, None) if a.learned_positions else rope_tables(a.config, positions)
         self._model = _Model(
             a.width, a.heads, a.kv_heads, a.head_dim, padded_head, a.intermediate, block_size, threads,

@@ -14,7 +14,7 @@ from hispec_ray.core.plan import StepPlan, StepResult
 from hispec_ray.engine.async_engine import AsyncEngine, EngineDeadError
 from hispec_ray.request import GenerationRequest, QueueFullError, TokenDelta
 
-PATIENCE = 60  # seconds after which a caller counts as forgotten; no test waits for it unless it fails
+PATIENCE = 30  # seconds after which a caller counts as forgotten; no test waits for it unless it fails
 
 
 class Gate:

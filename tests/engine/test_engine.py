@@ -37,7 +37,8 @@ TEMPERATURES = pytest.mark.parametrize("temperature", [0.0, 0.8])
 
 def prompts_of_mixed_lengths(count: int = 16) -> list[list[int]]:
     rng = random.Random(3)
-    return [[rng.randrange(3, 300) for _ in range(length)] for length in (1, 2, 15, 16, 17, 31, 32, 33, 40, 5, 70, 8, 3, 100, 48, 12)[:count]]
+    lengths = (1, 2, 15, 16, 17, 31, 32, 33, 40, 5, 70, 8, 3, 100, 48, 12)
+    return [[rng.randrange(3, 300) for _ in range(length)] for length in lengths[:count]]
 
 
 def params_of(count: int, temperature: float, max_tokens: int = 40) -> list[SamplingParams]:
@@ -91,7 +92,7 @@ def test_same_text_whatever_the_hierarchy(hierarchy: Sequence[Any], dtype: str, 
         assert all(level.accepted == level.seen for level in figures)
     else:
         assert 0 < figures[-1].accepted < figures[-1].seen
-        assert all(0 < level.accepted for level in figures[1:])
+        assert all(level.accepted > 0 for level in figures[1:])
     for index in (0, 6, 10):
         assert ids(llm, [prompts[index]], [params[index]]) == [expected[index]]
 
@@ -159,7 +160,8 @@ def test_same_text_of_the_default_model(dtype: str, default_llm: Any) -> None:
         "1, 2, 3, 4, 5,",
         "def fibonacci(n):\n    ",
     ]
-    params = [SamplingParams(temperature=0.8 * (index % 2), seed=index, max_tokens=24, ignore_eos=True) for index in range(3)]
+    length = 24 if dtype == "bfloat16" else 16  # twice the time in fp32
+    params = [SamplingParams(temperature=0.8 * (index % 2), seed=index, max_tokens=length, ignore_eos=True) for index in range(3)]
     reference = default_llm(dtype, "plain")
     prompts = [reference.encode(text) for text in texts]
     expected = ids(reference, prompts, params)
@@ -187,7 +189,14 @@ CASES = [  # the reference's cases C01 to C04: prompt, parameters, text, end, to
 
 @pytest.mark.parametrize(
     "speculation",
-    [("plain",), ("hispec", 28, 29, 1, 4), ("hispec", 28, 29, 4, 6), ("hispec", 28, 29, 8, 8), ("hispec", 4, 8, 4, 4), ("single", 29, None, 8)],
+    [
+        ("plain",),
+        ("hispec", 28, 29, 1, 4),
+        ("hispec", 28, 29, 4, 6),
+        ("hispec", 28, 29, 8, 8),
+        ("hispec", 4, 8, 4, 4),
+        ("single", 29, None, 8),
+    ],
     ids=str,
 )
 def test_stop_strings_ends_and_characters_inside_accepted_runs(speculation: Sequence[Any], default_llm: Any) -> None:
@@ -281,7 +290,12 @@ def test_an_answer_ends_with_the_context(tiny_folder: Any) -> None:
     engine.add(request("b", range(3, 42)))
     found = drain(engine)
     assert [sum(len(delta.token_ids) for delta in found[name]) for name in "ab"] == [10, 1]
-    for length, params, field in ((40, {}, "prompt"), (41, {}, "prompt"), (30, {"max_tokens": 11}, "max_tokens"), (39, {"max_tokens": 2}, "max_tokens")):
+    for length, params, field in (
+        (40, {}, "prompt"),
+        (41, {}, "prompt"),
+        (30, {"max_tokens": 11}, "max_tokens"),
+        (39, {"max_tokens": 2}, "max_tokens"),
+    ):
         with pytest.raises(RequestError, match="maximum context length is 40 tokens") as raised:
             engine.add(request("c", [5] * length, **params))
         assert (raised.value.field, raised.value.code) == (field, "context_length_exceeded")
@@ -298,7 +312,9 @@ def test_an_answer_without_a_cap_ends_with_the_cache(tiny_llm: Any) -> None:
     assert_clean(engine)
 
 
-@pytest.mark.parametrize(("prompt", "words"), [((), "empty"), ((5, 300), "token id 300; ids must be from 0 to 299"), ((-1,), "token id -1")])
+@pytest.mark.parametrize(
+    ("prompt", "words"), [((), "empty"), ((5, 300), "token id 300; ids must be from 0 to 299"), ((-1,), "token id -1")]
+)
 def test_a_bad_prompt_is_refused_and_harms_nobody(prompt: Sequence[int], words: str, engine: Engine) -> None:
     engine.add(request("good", max_tokens=20))
     engine.step()

@@ -44,7 +44,8 @@ class Text:
 
 def rows_of(parts: Sequence[Part]) -> Rows:
     """The rows of one pass over several texts, in this order."""
-    tables = np.full((len(parts), max(len(text.table) for text, _, _ in parts)), BLOCKS * 1000, dtype=np.int64)  # unused entries would crash
+    nowhere = BLOCKS * 1000  # past the last block of a table: never to be read
+    tables = np.full((len(parts), max(len(text.table) for text, _, _ in parts)), nowhere, dtype=np.int64)
     tokens, positions, lines = [], [], []
     for line, (text, begin, end) in enumerate(parts):
         tables[line, : len(text.table)] = text.table
@@ -111,7 +112,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}},
     ),
     "attention and mlp biases": ("llama2", {"attention_bias": True, "mlp_bias": True}),
-    "odd sizes": ("llama3", {"hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "intermediate_size": 58}),
+    "odd sizes": (
+        "llama3",
+        {"hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "intermediate_size": 58},
+    ),
 }
 
 
@@ -130,7 +134,8 @@ def test_logits_are_those_of_transformers(variant: str, build: Build, tmp_path: 
 
 
 def test_the_default_models_logits_are_those_of_transformers(default_source: ModelSource) -> None:
-    tokens = default_source.tokenizer().encode("The three primary colours are red, yellow and blue. 1, 2, 3, 4, 5, 漢字 🎉\n    return x ** 2")
+    words = "The three primary colours are red, yellow and blue. 1, 2, 3, 4, 5, 漢字 🎉\n    return x ** 2"
+    tokens = default_source.tokenizer().encode(words)
     text = Text(tokens, [7, 3, 99, 4][: -(-len(tokens) // SIZE)])
     logits = in_passes(native(default_source), text, [len(tokens) - 8, *range(len(tokens) - 7, len(tokens) + 1)])
     expected = reference(default_source, tokens)
@@ -140,7 +145,8 @@ def test_the_default_models_logits_are_those_of_transformers(default_source: Mod
 
 # Sizes at which a library that picks its method by the number of rows is known to differ: the default model's width and MLP.
 WIDE = {
-    "num_hidden_layers": 2, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
+    "num_hidden_layers": 2, "hidden_size": 576, "intermediate_size": 1536,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
 }  # fmt: skip
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "head of 8": ("llama3", {}),

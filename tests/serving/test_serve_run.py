@@ -60,7 +60,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     finally:
         serve.send_signal(signal.SIGINT)
         try:
-            serve.wait(30)
+            serve.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(serve.pid, signal.SIGKILL)
         log.close()

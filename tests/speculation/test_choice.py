@@ -154,10 +154,8 @@ def test_levels_share_the_noise() -> None:
     full = torch.randn(500, 50, generator=generator) * 2
     draft = full + torch.randn(500, 50, generator=generator) * 0.3
     seeds, positions = [11] * 500, list(range(500))
-    agreed = sum(
-        one == other
-        for one, other in zip(choose_torch(full, [1.0] * 500, seeds, positions), choose_torch(draft, [1.0] * 500, seeds, positions), strict=True)
-    )
+    chosen = [choose_torch(logits, [1.0] * 500, seeds, positions) for logits in (full, draft)]
+    agreed = sum(one == other for one, other in zip(*chosen, strict=True))
     p, q = torch.softmax(full, -1), torch.softmax(draft, -1)
     distance = float((p - q).abs().sum(-1).mean() / 2)
     assert agreed / 500 > (1 - distance) / (1 + distance) - 0.03

@@ -37,7 +37,9 @@ HIERARCHIES = {
 
 def mixed_texts(limit: int = 26) -> list[Text]:
     """Texts of mixed lengths, greedy and sampled, some near their limits."""
-    prompts = [[digit % VOCABULARY for digit in range(start, start + length)] for start, length in ((1, 1), (2, 12), (3, 5), (4, 23), (5, 2))]
+    prompts = [
+        [digit % VOCABULARY for digit in range(start, start + length)] for start, length in ((1, 1), (2, 12), (3, 5), (4, 23), (5, 2))
+    ]
     limits = [limit, limit, 7, 25, 3]
     return [
         Text(index, prompt, most, temperature=index % 2 * 0.8, seed=index)
@@ -143,7 +145,9 @@ def test_a_round_keeps_to_its_room(hierarchy: str, room: int) -> None:
     assert text.tokens == plainly(say, FULL, [1, 2], len(text.tokens))
 
 
-@pytest.mark.parametrize(("windows", "drafts_of_each_check"), [((2, 4), [2, 0]), ((2, 6), [2, 2]), ((4, 6), [4, 0]), ((1, 4), [1, 1]), ((3, 3), [2])])
+@pytest.mark.parametrize(
+    ("windows", "drafts_of_each_check"), [((2, 4), [2, 0]), ((2, 6), [2, 2]), ((4, 6), [4, 0]), ((1, 4), [1, 1]), ((3, 3), [2])]
+)
 def test_the_check_exit_looks_until_its_window_is_full(windows: tuple[int, int], drafts_of_each_check: list[int]) -> None:
     """The check exit's own tokens take places in the window too; the last place is its own without a draft."""
     levels, say = levels_of(*windows), agreeing(ALWAYS, FULL)
