@@ -1,9 +1,9 @@
 """Does speculation write what plain decoding writes? Token by token, over prompts, precisions, temperatures, exits and windows.
 
 Each setting meets every prompt once, in one of four conditions that rotate over the settings: alone; in a batch of 16; in a
-batch with so few cache blocks that sequences are preempted; and twice in a row, so that the second run finds its prompt in the
-prefix cache. The reference is one run of plain decoding of all prompts; plain is among the settings too. A run that differs is examined: where the two choices that
-part are closer than a near-tie's gap, it counts as one.
+batch with so few cache blocks that sequences are preempted; and once its prompt has been read before, so that it is found in
+the prefix cache. The reference is one run of plain decoding of all prompts; plain is among the settings too. A run that differs
+is examined: where the two choices that part are closer than a near-tie's gap, it counts as one.
 """
 
 from __future__ import annotations

@@ -83,6 +83,8 @@ class ServerSettings(Group):
 
     max_body_mib: Annotated[float, Field(gt=0)] = 4.0
     """Larger request bodies are refused with 413."""
+    stream_interval_ms: Annotated[float, Field(ge=0)] = 50.0
+    """Time between two events of a stream, in which tokens gather; the first and the last come at once. 0 sends every step's tokens."""
 
 
 class Settings(Group):

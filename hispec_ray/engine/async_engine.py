@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,37 +19,66 @@ class EngineDeadError(RuntimeError):
 
 
 class _Mailbox:
-    """Deltas on their way from the engine's thread to one caller's event loop."""
+    """Deltas on their way from the engine's thread to one caller's event loop, which is woken only when it waits for them."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._ready = asyncio.Event()
+        self._lock = threading.Lock()
         self._deltas: list[TokenDelta] = []
         self._error: BaseException | None = None
+        self._ended = False  # something ended since the last take: no reason to wait for more
+        self._waiter: asyncio.Future[None] | None = None
+        self._wanted = False  # what the waiter waits for: anything, or only an end
 
     def put(self, deltas: list[TokenDelta], error: BaseException | None = None) -> None:
         """From the engine's thread. A caller whose loop is closed is gone and misses nothing."""
+        with self._lock:
+            self._deltas += deltas
+            self._error = self._error or error
+            self._ended = self._ended or error is not None or any(delta.finish_reason is not None for delta in deltas)
+            waiter = self._waiter
+            if waiter is None or not (self._wanted or self._ended):
+                return
+            self._waiter = None
         try:
-            self._loop.call_soon_threadsafe(self._deliver, deltas, error)
+            self._loop.call_soon_threadsafe(_wake, waiter)
         except RuntimeError:
             if not self._loop.is_closed():
                 raise
 
-    def _deliver(self, deltas: list[TokenDelta], error: BaseException | None) -> None:
-        self._deltas += deltas
-        self._error = self._error or error
-        self._ready.set()
+    async def take(self, delay: float = 0.0) -> list[TokenDelta]:
+        """Return what has arrived, waiting until something has; raises the error that was delivered.
 
-    async def take(self) -> list[TokenDelta]:
-        """Return what has arrived, waiting until something has; raises the error that was delivered."""
-        await self._ready.wait()
-        self._ready.clear()
-        if self._error is not None and not self._deltas:
-            raise self._error
-        deltas, self._deltas = self._deltas, []
-        if self._error is not None:
-            self._ready.set()
+        Lets `delay` seconds pass first for more to gather, unless an end arrives.
+        """
+        if delay:
+            await self._wait(False, None if delay == math.inf else delay)
+        await self._wait(True, None)
+        with self._lock:
+            if self._error is not None and not self._deltas:
+                raise self._error
+            deltas, self._deltas = self._deltas, []
+            self._ended = self._error is not None  # it is still to be raised
         return deltas
+
+    async def _wait(self, anything: bool, timeout: float | None) -> None:
+        """Wait for an end, or for anything at all, at most `timeout` seconds."""
+        with self._lock:
+            if self._ended or (anything and self._deltas):
+                return
+            waiter = self._waiter = self._loop.create_future()
+            self._wanted = anything
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(waiter, timeout)
+        finally:
+            with self._lock:
+                self._waiter = None
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 class AsyncEngine:
@@ -76,21 +107,25 @@ class AsyncEngine:
         """Load the model (seconds). Raises ValueError when the settings do not fit it."""
         return cls(Engine(settings))
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[TokenDelta]]:
-        """Run requests together and yield, step by step, the deltas that belong to them, until each has its finish_reason.
+    async def generate(self, requests: Sequence[GenerationRequest], interval: float = 0.0) -> AsyncIterator[list[TokenDelta]]:
+        """Run requests together and yield the deltas that belong to them as steps bring them, until each has its finish_reason.
 
+        interval: seconds between two yields, in which deltas gather; the first comes at once and so does an end. Infinite where
+            only ends matter.
         All enter or none. Leaving the iterator early aborts what is unfinished; its blocks are free within a step.
         Raises RequestError or QueueFullError before the first yield, EngineDeadError when the engine has died.
         """
         self.check_health()
         mailbox = _Mailbox()
         unfinished = {request.id for request in requests}
+        delay = interval if interval == math.inf else 0.0
         self._callers.add(mailbox)
         self._commands.put(lambda: self._enter(requests, mailbox))
         try:
             self.check_health()  # again: an engine that ended in between told its callers before this one was among them
             while unfinished:
-                deltas = await mailbox.take()
+                deltas = await mailbox.take(delay)
+                delay = interval
                 unfinished -= {delta.request_id for delta in deltas if delta.finish_reason is not None}
                 if deltas:
                     yield deltas

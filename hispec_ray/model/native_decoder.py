@@ -86,10 +86,8 @@ class NativeDecoder:
         self._norm = self._norm_of(weights, "norm")
         embedding = weights.pop("embed.weight")
         head = weights.pop("head.weight", embedding)
-        tied = head is embedding
-        self._head, head_panels = self._matrix(head, None)
-        self._embedding = head_panels if tied else embedding
-        self._embedding_in_panels = tied  # one copy serves both ends
+        self._head = self._matrix(head, None)
+        self._embedding = None if head is embedding else embedding  # a tied head's panels serve both ends
 
     def _keep(self, tensor: torch.Tensor | None) -> int | None:
         if tensor is None:
@@ -101,7 +99,7 @@ class NativeDecoder:
         weight, bias = weights.pop(f"{name}.weight").float(), weights.pop(f"{name}.bias", None)
         return _Norm(self._keep(weight), self._keep(None if bias is None else bias.float()))
 
-    def _matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[_Matrix, torch.Tensor]:
+    def _matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _Matrix:
         """Pack `[out, in]` into panels `[out / panel, in / 2, panel, 2]` (bf16) or `[out / panel, in, panel]` (fp32), padded with zeros."""
         outputs, inputs = weight.shape
         steps = 2 if weight.dtype == torch.bfloat16 else 1
@@ -109,7 +107,7 @@ class NativeDecoder:
         if inputs % steps:
             raise ValueError(f"a product with {inputs} inputs cannot be packed in bfloat16; the number must be even")
         panels = padded.view(-1, self._panel, inputs // steps, steps).transpose(1, 2).contiguous()
-        return _Matrix(self._keep(panels), self._keep(None if bias is None else bias.float()), inputs, outputs), panels
+        return _Matrix(self._keep(panels), self._keep(None if bias is None else bias.float()), inputs, outputs)
 
     def _layer(self, weights: dict[str, torch.Tensor], index: int) -> _Layer:
         def take(name: str) -> torch.Tensor | None:
@@ -118,13 +116,13 @@ class NativeDecoder:
         def packed(name: str) -> _Matrix:
             weight = take(f"{name}.weight")
             assert weight is not None
-            return self._matrix(weight, take(f"{name}.bias"))[0]
+            return self._matrix(weight, take(f"{name}.bias"))
 
         a = self.architecture
         query_norm, key_norm = take("q_norm.weight"), take("k_norm.weight")
         up, up_bias = take("up.weight"), take("up.bias")
         assert up is not None
-        gate = self._matrix(up[: a.intermediate], None if up_bias is None else up_bias[: a.intermediate])[0] if a.gated else _Matrix()
+        gate = self._matrix(up[: a.intermediate], None if up_bias is None else up_bias[: a.intermediate]) if a.gated else _Matrix()
         return _Layer(
             attention_norm=self._norm_of(weights, f"layers.{index}.attn_norm"),
             mlp_norm=self._norm_of(weights, f"layers.{index}.mlp_norm"),
@@ -133,7 +131,7 @@ class NativeDecoder:
             qkv=packed("qkv"),
             out=packed("out"),
             gate=gate,
-            up=self._matrix(up[-a.intermediate :], None if up_bias is None else up_bias[-a.intermediate :])[0],
+            up=self._matrix(up[-a.intermediate :], None if up_bias is None else up_bias[-a.intermediate :]),
             down=packed("down"),
             keys=self.cache[0, index].data_ptr(),
             values=self.cache[1, index].data_ptr(),
@@ -145,11 +143,17 @@ class NativeDecoder:
         return self._scratch.data_ptr()
 
     def embed(self, rows: Rows) -> torch.Tensor:
-        ids = torch.from_numpy(rows.tokens)
-        if self._embedding_in_panels:
-            hidden = self._embedding[ids // self._panel, :, ids % self._panel].reshape(len(rows), -1).float()
+        if self._embedding is None:
+            hidden = torch.empty(len(rows), self.architecture.width)
+            self._library.hispec_embed(
+                ctypes.byref(self._model),
+                ctypes.byref(self._head),
+                _int64(len(rows)),
+                _pointer(_address(rows.tokens)),
+                _pointer(hidden.data_ptr()),
+            )
         else:
-            hidden = self._embedding[ids].float()
+            hidden = self._embedding[torch.from_numpy(rows.tokens)].float()
         if self._positions is not None:
             hidden += self._positions[torch.from_numpy(rows.positions) + self.architecture.position_offset].float()
         return hidden

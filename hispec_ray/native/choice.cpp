@@ -1,11 +1,12 @@
 // The choice rule on a CPU: the same bits as hispec_ray.speculation.choice, which says what it computes and why.
 // Compiled without contraction: every operation is one IEEE rounding, as it is in torch.
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
+
+#include "team.h"
 
 constexpr int GROUP = 64;  // counters at a time, four ids each
 
@@ -58,12 +59,25 @@ static void gumbel_group(uint64_t seed, uint64_t position, uint32_t first, float
   }
 }
 
+// The largest of n > 0 numbers, lane by lane so that the loop is vectorised.
+static inline float largest(const float* x, int64_t n) {
+  constexpr int W = 32;
+  float lanes[W];
+  for (int j = 0; j < W; ++j) lanes[j] = -INFINITY;
+  int64_t i = 0;
+  for (; i + W <= n; i += W)
+    for (int j = 0; j < W; ++j) lanes[j] = x[i + j] > lanes[j] ? x[i + j] : lanes[j];
+  for (; i < n; ++i) lanes[0] = x[i] > lanes[0] ? x[i] : lanes[0];
+  float top = lanes[0];
+  for (int j = 1; j < W; ++j) top = lanes[j] > top ? lanes[j] : top;
+  return top;
+}
+
 // The best of ids [from, to): the largest logit / temperature + noise, the lowest id among equals.
 static void best_of(const float* logits, float temperature, uint64_t seed, uint64_t position, int64_t from, int64_t to, float& value, int64_t& id) {
   value = -INFINITY, id = from;
   if (temperature == 0.0f) {
-    float top = -INFINITY;
-    for (int64_t v = from; v < to; ++v) top = logits[v] > top ? logits[v] : top;
+    float top = largest(logits + from, to - from);
     for (int64_t v = from; v < to; ++v)
       if (logits[v] == top) { value = top, id = v; return; }
     return;
@@ -72,9 +86,9 @@ static void best_of(const float* logits, float temperature, uint64_t seed, uint6
     float noise[4 * GROUP];
     gumbel_group(seed, position, uint32_t(start / 4), noise);
     int64_t stop = std::min<int64_t>(to, start + 4 * GROUP);
-    float score[4 * GROUP], top = -INFINITY;
+    float score[4 * GROUP];
     for (int64_t v = start; v < stop; ++v) score[v - start] = logits[v] / temperature + noise[v - start];
-    for (int64_t v = start; v < stop; ++v) top = score[v - start] > top ? score[v - start] : top;
+    float top = largest(score, stop - start);
     if (top > value)
       for (int64_t v = start; v < stop; ++v)
         if (score[v - start] == top) { value = top, id = v; break; }
@@ -89,19 +103,21 @@ void hispec_gumbel(int64_t seed, int64_t position, int64_t count, float* out) {
 
 // chosen[r] for logits [rows, vocabulary], row by row with its own temperature, seed and position.
 void hispec_choose(const float* logits, int64_t rows, int64_t vocabulary, const float* temperatures, const int64_t* seeds, const int64_t* positions, int64_t threads, int64_t* chosen) {
-  const int64_t unit = 4 * GROUP, units = (vocabulary + unit - 1) / unit;
-  const int64_t parts = std::min<int64_t>(std::min<int64_t>(threads, 64), units);
-  for (int64_t r = 0; r < rows; ++r) {
-    float values[64];
-    int64_t ids[64];
-#pragma omp parallel for num_threads(int(parts)) schedule(static, 1)
-    for (int64_t p = 0; p < parts; ++p)
+  const int64_t unit = 4 * GROUP, units = (vocabulary + unit - 1) / unit, parts = std::min(threads, units);
+  std::vector<float> values(size_t(rows * parts));
+  std::vector<int64_t> ids(size_t(rows * parts));
+  Team::of(int(threads)).run([&](int thread) {
+    for (int64_t i = thread; i < rows * parts; i += threads) {
+      int64_t r = i / parts, p = i % parts;
       best_of(logits + r * vocabulary, temperatures[r], uint64_t(seeds[r]), uint64_t(positions[r]), units * p / parts * unit,
-              std::min(vocabulary, units * (p + 1) / parts * unit), values[p], ids[p]);
-    int64_t best = 0;
-    for (int64_t p = 1; p < parts; ++p)
-      if (values[p] > values[best]) best = p;
-    chosen[r] = ids[best];
+              std::min(vocabulary, units * (p + 1) / parts * unit), values[size_t(i)], ids[size_t(i)]);
+    }
+  });
+  for (int64_t r = 0; r < rows; ++r) {
+    int64_t best = r * parts;
+    for (int64_t i = best; i < (r + 1) * parts; ++i)
+      if (values[size_t(i)] > values[size_t(best)]) best = i;
+    chosen[r] = ids[size_t(best)];
   }
 }
 }

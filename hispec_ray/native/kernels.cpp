@@ -6,15 +6,14 @@
 // rows of floats with the columns of a panel, each summed in order of k in one fp32 accumulator. Weights,
 // keys and values are stored as panels: columns side by side, and for bf16 two steps of k in one 32-bit word,
 // so that a shift and a mask turn one load into two vectors.
-#include <omp.h>
-#include <sched.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
+
+#include "team.h"
 
 #ifdef __AVX512F__
 constexpr int LANES = 16, ROWS = 12;
@@ -180,34 +179,6 @@ static void norm_row(const Model& m, const Norm& norm, const float* x, float* ou
   for (int64_t i = 0; i < m.width; ++i) out[i] = (x[i] - mean) * inverse * norm.weight[i] + norm.bias[i];
 }
 
-// Where a pass's threads meet. It spins for some microseconds, then gives its core away at every turn: a thread of
-// another process that took a core costs one time slice, where a barrier that only spins costs one at every layer.
-class Meeting {
- public:
-  explicit Meeting(int threads) : threads_(threads) {}
-  void wait() {
-    int phase = phase_.load(std::memory_order_relaxed);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
-      arrived_.store(0, std::memory_order_relaxed);
-      phase_.store(phase + 1, std::memory_order_release);
-      return;
-    }
-    for (int turn = 0; phase_.load(std::memory_order_acquire) == phase; ++turn)
-      if (turn > 4000) sched_yield();
-      else relax();
-  }
-
- private:
-  static void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-  }
-  const int threads_;
-  alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<int> phase_{0};
-};
-
 static inline void share(int64_t count, int thread, int threads, int64_t& from, int64_t& to) {
   from = count * thread / threads, to = count * (thread + 1) / threads;
 }
@@ -352,14 +323,6 @@ static void write_slot(const Model& m, const Layer& layer, int64_t slot, int64_t
   }
 }
 
-// Calls body(thread) once on each of `threads` threads; exactly that many, since they meet.
-template <class Body>
-static void run_team(int threads, Body body) {
-  omp_set_dynamic(0);
-#pragma omp parallel num_threads(threads)
-  body(omp_get_thread_num());
-}
-
 template <class W>
 static void run_layers(const Model& m, const Layer* layers, int64_t count, const Rows& rows, float* hidden, float* scratch) {
   const int64_t n = rows.rows, width = m.width, query_width = m.heads * m.head_size, kv_width = m.kv_heads * m.head_size;
@@ -370,7 +333,7 @@ static void run_layers(const Model& m, const Layer* layers, int64_t count, const
   Meeting meeting(threads);
   std::vector<std::atomic<int64_t>> taken(static_cast<size_t>(count));  // (tile, key head) pairs handed out, per layer
   const std::vector<Tile> tiles = tiles_of(m, rows);
-  run_team(threads, [&](int thread) {
+  Team::of(threads).run([&](int thread) {
     std::vector<float> buffer, key(size_t(m.head_size));
     int64_t from, to;
     for (int64_t l = 0; l < count; ++l) {
@@ -429,7 +392,16 @@ static void run_layers(const Model& m, const Layer* layers, int64_t count, const
 template <class W>
 static void run_head(const Model& m, const Norm& norm, const Matrix& head, int64_t n, const float* hidden, float* scratch, float* logits) {
   for (int64_t r = 0; r < n; ++r) norm_row(m, norm, hidden + r * m.width, scratch + r * m.width);
-  run_team(int(m.threads), [&](int thread) { product_shared<W>(scratch, m.width, n, head, logits, head.out, false, thread, int(m.threads)); });
+  Team::of(int(m.threads)).run([&](int thread) { product_shared<W>(scratch, m.width, n, head, logits, head.out, false, thread, int(m.threads)); });
+}
+
+// out[r] = the columns ids[r] of a matrix in panels: the embedding, where it is the head's own matrix.
+template <class W>
+static void columns_of(const Matrix& m, int64_t rows, const int64_t* ids, float* out) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const W* panel = static_cast<const W*>(m.panels) + ids[r] / PANEL * m.in * PANEL;
+    for (int64_t k = 0; k < m.in; ++k) out[r * m.in + k] = widen(panel[panel_index(panel, k, ids[r] % PANEL, PANEL)]);
+  }
 }
 
 extern "C" {
@@ -440,6 +412,12 @@ int64_t hispec_chunk() { return CHUNK; }
 void hispec_run_layers(const Model* m, const Layer* layers, int64_t count, const Rows* rows, float* hidden, float* scratch) {
   if (m->bf16_weights) run_layers<bf16>(*m, layers, count, *rows, hidden, scratch);
   else run_layers<float>(*m, layers, count, *rows, hidden, scratch);
+}
+
+// out [rows, width] of ids [rows] in a tied head.
+void hispec_embed(const Model* m, const Matrix* head, int64_t rows, const int64_t* ids, float* out) {
+  if (m->bf16_weights) columns_of<bf16>(*head, rows, ids, out);
+  else columns_of<float>(*head, rows, ids, out);
 }
 
 // logits [rows, vocabulary] of hidden [rows, width]; scratch: rows * width floats.

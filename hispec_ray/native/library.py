@@ -17,7 +17,8 @@ import tempfile
 from pathlib import Path
 
 SOURCES = {"kernels.cpp": (), "choice.cpp": ("-ffp-contract=off",)}
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
+HEADERS = ("team.h",)
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-pthread", "-fPIC")
 
 
 class NativeUnavailableError(RuntimeError):
@@ -46,7 +47,7 @@ def _compile(compiler: str, target: Path) -> None:
             objects.append(f"{work}/{name}.o")
             _execute([compiler, *FLAGS, *extra, "-c", str(folder / name), "-o", objects[-1]])
         library = f"{work}/{target.name}"
-        _execute([compiler, "-shared", "-fopenmp", *objects, "-o", library])
+        _execute([compiler, "-shared", "-pthread", *objects, "-o", library])
         os.replace(library, target)  # another process may be building the same file: the last one wins, both are whole
 
 
@@ -60,15 +61,19 @@ def _execute(command: list[str]) -> None:
 def load() -> ctypes.CDLL:
     """Return the loaded kernels, building them on first use (about ten seconds).
 
-    Raises NativeUnavailableError where there is no C++ compiler with OpenMP.
+    Raises NativeUnavailableError where there is no C++ compiler.
     """
-    import torch  # noqa: F401, PLC0415  its OpenMP runtime must be the one in the process: two pools would fight for the cores
-
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise NativeUnavailableError("no C++ compiler (g++ or c++) on PATH; install one, or set model.kernels to torch")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = [version, _processor(), repr(FLAGS), repr(SOURCES), *((Path(__file__).parent / name).read_text() for name in SOURCES)]
+    parts = [
+        version,
+        _processor(),
+        repr(FLAGS),
+        repr(SOURCES),
+        *((Path(__file__).parent / name).read_text() for name in (*SOURCES, *HEADERS)),
+    ]
     target = cache_folder() / "kernels" / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
     if not target.exists():
         _compile(compiler, target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ class StreamingEngine(Protocol):
     @property
     def tokenizer(self) -> Any: ...
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[TokenDelta]]: ...
+    def generate(self, requests: Sequence[GenerationRequest], interval: float) -> AsyncIterator[list[TokenDelta]]: ...
 
     def stats(self) -> dict[str, float]: ...
 
@@ -48,6 +49,7 @@ class Coordinator:
     def __init__(self, settings: Settings, load: Callable[[Settings], StreamingEngine] = load_engine) -> None:
         self._engine: StreamingEngine | None = None
         self._engine = load(settings)
+        self._interval = settings.server.stream_interval_ms / 1000
         # A tokenizer may be used by one thread at a time.
         self._tokenizing = ThreadPoolExecutor(1, "hispec-tokenizer")
 
@@ -67,7 +69,7 @@ class Coordinator:
             requests = _requests(job, prompts)
             index = {request.id: number for number, request in enumerate(requests)}
             started = False
-            async with aclosing(self.engine.generate(requests)) as steps:  # type: ignore[type-var]
+            async with aclosing(self.engine.generate(requests, self._interval if job.stream else math.inf)) as steps:  # type: ignore[type-var]
                 async for deltas in steps:
                     if not started:
                         started = True
@@ -75,7 +77,7 @@ class Coordinator:
                     if any(delta.finish_reason is FinishReason.ABORT for delta in deltas):
                         yield Failure(503, "The server ended this answer early")
                         return
-                    yield [_delta(index, delta) for delta in deltas]
+                    yield _merged(index, deltas)
         except RequestError as error:
             yield Failure(400, error.message, param=error.field, code=error.code)
         except QueueFullError as error:
@@ -133,6 +135,12 @@ def _requests(job: Job, prompts: Sequence[Sequence[int]]) -> list[GenerationRequ
     return [GenerationRequest(f"{job.id}-{number}", prompt, param) for number, (prompt, param) in enumerate(pairs)]
 
 
-def _delta(index: Mapping[str, int], delta: TokenDelta) -> Delta:
-    reason = delta.finish_reason
-    return index[delta.request_id], delta.text, len(delta.token_ids), None if reason is None else reason.value
+def _merged(index: Mapping[str, int], deltas: Sequence[TokenDelta]) -> list[Delta]:
+    """One delta for each choice that has any."""
+    merged: dict[int, Delta] = {}
+    for delta in deltas:
+        choice = index[delta.request_id]
+        _, text, tokens, _ = merged.get(choice, (choice, "", 0, None))
+        reason = None if delta.finish_reason is None else delta.finish_reason.value
+        merged[choice] = (choice, text + delta.text, tokens + len(delta.token_ids), reason)
+    return list(merged.values())

@@ -21,12 +21,16 @@ MAX_SEQUENCES = 2048
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one HTTP request asks of a coordinator: prompts as text or token ids, or else the messages of a chat."""
+    """What one HTTP request asks of a coordinator: prompts as text or token ids, or else the messages of a chat.
+
+    stream: whether the answer is wanted as it comes; else the ends of its choices are enough.
+    """
 
     id: str
     params: SamplingParams
     prompts: Sequence[str | Sequence[int]] = ()
     messages: Sequence[Mapping[str, str]] = ()
+    stream: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +214,7 @@ def read_completion(raw: bytes, model: str) -> Call:
     if len(prompts) * params.n > MAX_SEQUENCES:
         raise _refused("prompt", f"{len(prompts)} prompts with n {params.n} are too many; their product must be at most {MAX_SEQUENCES}")
     answer = CompletionAnswer(model)
-    return Call(Job(answer.id, params, prompts=prompts), answer, bool(body.stream), _include_usage(body))
+    return Call(Job(answer.id, params, prompts=prompts, stream=bool(body.stream)), answer, bool(body.stream), _include_usage(body))
 
 
 def read_chat(raw: bytes, model: str) -> Call:
@@ -234,7 +238,8 @@ def read_chat(raw: bytes, model: str) -> Call:
         raise _refused(name, f"{name} is {limit}; it must be 1 or more")
     fields = {"prompt": "messages", "max_tokens": name}
     answer = ChatAnswer(model)
-    job = Job(answer.id, _params(body, limit, fields), messages=[message.plain() for message in body.messages])
+    plain = [message.plain() for message in body.messages]
+    job = Job(answer.id, _params(body, limit, fields), messages=plain, stream=bool(body.stream))
     return Call(job, answer, bool(body.stream), _include_usage(body), fields)
 
 

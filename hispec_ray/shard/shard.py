@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from hispec_ray.config import Settings, SpeculationSettings
@@ -14,6 +16,8 @@ from hispec_ray.model.weights import ModelSource
 from hispec_ray.native.library import NativeUnavailableError, load
 from hispec_ray.speculation.choice import Choose, choose_native, choose_torch
 from hispec_ray.speculation.round import Level, Round
+
+logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 
@@ -87,6 +91,7 @@ def _wants_native(settings: Settings) -> bool:
     except NativeUnavailableError as error:
         if settings.model.kernels == "native":
             raise ValueError(f"model.kernels is 'native', but {error}") from error
+        logger.warning("decoding with torch alone, several times slower than the native kernels: %s", error)
         return False
     return True
 

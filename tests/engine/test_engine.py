@@ -127,11 +127,23 @@ def test_same_text_with_the_prefix_cache_hit_and_missed(
         assert_clean(llm.engine)
         spared = [sequence.cached for sequence in sequences]
         assert spared == [(len(prompt) - 1) // 16 * 16 if cached else 0 for prompt in prompts]
-    # the text itself is found too when a conversation goes on
-    longer = [*prompts[10], *plain(dtype, temperature)[10]]
-    again = replace(params[10], max_tokens=20)
-    fresh = tiny_llm(dtype, "plain", prefix_caching=False)
-    assert ids(llm, [longer], [again]) == ids(fresh, [longer], [again])
+
+
+@pytest.mark.parametrize(("count", "found"), [(24, 80), (26, 80), (27, 96), (40, 96)])
+def test_an_answer_is_found_by_the_conversation_that_goes_on(count: int, found: int, plain: Any, tiny_llm: Any) -> None:
+    """What was run is found, up to the last whole block; the last token, whose row was never run, is not, even where it fills a block."""
+    llm = tiny_llm("bfloat16", "hispec", 5, 7, 3, 5)
+    prompt = prompts_of_mixed_lengths()[10]
+    assert len(prompt) == 70
+    answer = ids(llm, [prompt], [replace(params_of(1, 0.8)[0], max_tokens=count, seed=10)])[0]
+    assert answer == plain("bfloat16", 0.8)[10][:count] + answer[39:]
+    longer, again = [*prompt, *answer, 9, 8, 7], params_of(1, 0.8)
+    fresh = tiny_llm("bfloat16", "plain", prefix_caching=False)
+    expected = ids(fresh, [longer], again)
+    llm.engine.add(GenerationRequest("again", tuple(longer), again[0]))
+    sequence = next(iter(llm.engine._answers.values())).sequence
+    assert [token for delta in drain(llm.engine)["again"] for token in delta.token_ids] == expected[0]
+    assert sequence.cached == found
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64])
@@ -361,6 +373,16 @@ def test_an_aborted_request_frees_its_blocks_at_once(engine: Engine) -> None:
     assert_clean(engine)
 
 
+def stopped(engine: Engine, tokens: Sequence[int], stop: str) -> bool:
+    """Whether the stop string is complete after these tokens, fed one by one; unfinished characters count at the answer's end only."""
+    stream = engine._detokenizer.stream((5, 6, 7), (stop,))
+    for token in tokens:
+        stream.push(token)
+    if len(tokens) == 30:
+        stream.finish()
+    return stream.stopped
+
+
 def test_stop_strings_of_a_random_model_end_where_the_text_says(engine: Engine) -> None:
     """Every two-character piece of a text as its stop string: the answer ends before it and pays for the token that completed it."""
     engine.add(request("whole", max_tokens=30))
@@ -372,8 +394,8 @@ def test_stop_strings_of_a_random_model_end_where_the_text_says(engine: Engine) 
         engine.add(request("cut", max_tokens=30, stop=(stop,)))
         cut = drain(engine)["cut"]
         assert "".join(delta.text for delta in cut) == text[: text.index(stop)]
-        paid = [token for delta in cut for token in delta.token_ids]
-        assert paid == tokens[: len(paid)]
+        needed = next(count for count in range(1, 31) if stopped(engine, tokens[:count], stop))
+        assert [token for delta in cut for token in delta.token_ids] == tokens[:needed]
+        assert sum(len(delta.levels) for delta in cut) == needed
         assert cut[-1].finish_reason is FinishReason.STOP
-        assert stop in engine._detokenizer.decode([*paid]) or "\ufffd" in stop
     assert_clean(engine)

@@ -45,6 +45,7 @@ class FakeEngine:
         self.running: set[str] = set()
         self.aborted: set[str] = set()
         self.closed = False
+        self.intervals: list[float] = []
 
     def check(self, request: GenerationRequest) -> None:
         if not request.prompt_ids:
@@ -58,7 +59,8 @@ class FakeEngine:
         if self.full:
             raise QueueFullError("256 requests wait already")
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[TokenDelta]]:
+    async def generate(self, requests: Sequence[GenerationRequest], interval: float) -> AsyncIterator[list[TokenDelta]]:
+        self.intervals.append(interval)
         self.check_health()
         for request in requests:
             self.check(request)

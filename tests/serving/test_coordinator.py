@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import pickle
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from fake_engine import CONTEXT, FakeEngine
 
 from hispec_ray.config import Settings
-from hispec_ray.request import MAX_SEED, SamplingParams, choice_seed
+from hispec_ray.request import MAX_SEED, GenerationRequest, SamplingParams, TokenDelta, choice_seed
 from hispec_ray.serving.answers import Failure, Item, Started
 from hispec_ray.serving.coordinator import Coordinator
 from hispec_ray.serving.protocol import Job
@@ -150,3 +153,19 @@ def test_health_is_the_engines() -> None:
     assert engine.closed
     with pytest.raises(RuntimeError, match="closed"):
         serving.check_health()
+
+
+def test_a_stream_gathers_tokens_between_events_and_a_whole_answer_until_its_end() -> None:
+    engine = FakeEngine()
+    items(engine, job("a"))
+    items(engine, replace(job("a"), stream=False))
+    assert engine.intervals == [Settings().server.stream_interval_ms / 1000, math.inf]
+
+
+def test_what_gathered_for_a_choice_is_one_delta() -> None:
+    class Gathering(FakeEngine):
+        async def generate(self, requests: Sequence[GenerationRequest], interval: float) -> AsyncIterator[list[TokenDelta]]:
+            gathered = [delta async for deltas in super().generate(requests, interval) for delta in deltas]
+            yield gathered
+
+    assert items(Gathering(), job("a", n=2))[1:] == [[(0, "Hello, world", 12, "stop"), (1, "Hello, world", 12, "stop")]]

@@ -109,6 +109,20 @@ def test_ties_go_to_the_lowest_id(choose, best: list[int]) -> None:  # type: ign
     logits = torch.linspace(-3, 0, 1000).repeat(1, 1)
     logits[0, best] = 2.5
     assert choose(logits, [0.0], [0], [0]) == [best[0]]
+    logits[0, best] = 1e30  # the noise is lost in the rounding: a tie at any temperature
+    assert choose(logits.repeat(20, 1), [0.8] * 20, list(range(20)), [3] * 20) == [best[0]] * 20
+
+
+@BOTH
+def test_logits_are_divided_by_the_temperature(choose) -> None:  # type: ignore[no-untyped-def]
+    """Neighbouring floats, the larger one second: whether their quotients tie tells a division from a product with the inverse."""
+    low = torch.linspace(1e30, 2e30, 2000)
+    pairs = torch.stack((low, low.nextafter(torch.tensor(torch.inf))), dim=1)
+    for temperature in (0.3, 0.7, 1.7):
+        quotients = pairs.numpy() / np.float32(temperature)
+        expected = (quotients[:, 1] > quotients[:, 0]).astype(int).tolist()
+        assert sum(expected) > 0
+        assert choose(pairs, [temperature] * 2000, [1] * 2000, [2] * 2000) == expected
 
 
 @BOTH
