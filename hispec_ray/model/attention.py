@@ -1,14 +1,18 @@
-"""Attention of ragged rows over the paged cache: gathered blocks on a CPU, flash attention on a GPU."""
+"""Attention of ragged rows over the paged cache: gathered blocks anywhere, flash attention on a GPU that has it."""
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 import numpy as np
 import torch
+from torch.nn.attention import activate_flash_attention_impl
 
 from hispec_ray.core.plan import Rows
 from hispec_ray.model.kv_cache import KVCache
+
+logger = logging.getLogger(__name__)
 
 
 class Attention(Protocol):
@@ -19,15 +23,15 @@ class Attention(Protocol):
 
 
 class GatheredAttention:
-    """For CPUs without the native kernels: each row gathers its own keys and runs two products around an fp32 softmax.
+    """For any device, slow: each row gathers its own keys and runs two products around an fp32 softmax.
 
     A row's shapes depend on its position alone, so its result does not depend on its neighbours.
     """
 
-    def __init__(self, rows: Rows, block_size: int) -> None:
+    def __init__(self, rows: Rows, block_size: int, device: torch.device) -> None:
         self._contexts = [int(position) + 1 for position in rows.positions]
         used = [-(-context // block_size) for context in self._contexts]
-        self._blocks = [torch.from_numpy(rows.tables[table, :count]) for table, count in zip(rows.table, used, strict=True)]
+        self._blocks = [torch.from_numpy(rows.tables[table, :count]).to(device) for table, count in zip(rows.table, used, strict=True)]
 
     def __call__(self, layer: int, queries: torch.Tensor, cache: KVCache) -> torch.Tensor:
         keys, values = cache.keys(layer), cache.values(layer)
@@ -43,8 +47,18 @@ class GatheredAttention:
         return out
 
 
+def flash_attention_reads_blocks() -> bool:
+    """Switch torch to Flash Attention 3, the one whose kernels read a block table; False, with a warning, where it is not installed."""
+    try:
+        activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError, ValueError) as error:
+        logger.warning("attention on the GPU gathers blocks row by row, which is slow: Flash Attention 3 is not to be had (%s)", error)
+        return False
+    return True
+
+
 class VarlenAttention:
-    """For CUDA: `torch.nn.attention.varlen.varlen_attn` over the block table, rows of one sequence in one run.
+    """For CUDA with Flash Attention 3: `torch.nn.attention.varlen.varlen_attn` over the block table, rows of one sequence in one run.
 
     num_splits = 1 keeps a sequence's result independent of the batch around it.
     """

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from hispec_ray.core.plan import Rows
 from hispec_ray.model.architecture import Architecture, rope_tables
-from hispec_ray.model.attention import Attention, GatheredAttention, VarlenAttention
+from hispec_ray.model.attention import Attention, GatheredAttention, VarlenAttention, flash_attention_reads_blocks
 from hispec_ray.model.kv_cache import KVCache
 
 TILE = 8  # rows of every product on a CPU: with one shape only, a row cannot depend on how many rows there are
@@ -33,6 +33,7 @@ class TorchDecoder:
         self.blocks = blocks
         self.block_size = block_size
         self._device = device
+        self._flash = device.type == "cuda" and flash_attention_reads_blocks()
         self._weights = {name: tensor.to(device) for name, tensor in weights.items()}
         a = architecture
         dtype = weights["embed.weight"].dtype
@@ -76,8 +77,8 @@ class TorchDecoder:
 
     def run(self, first: int, last: int, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
         positions, slots, slot_rows = (torch.from_numpy(part).to(self._device) for part in (rows.positions, rows.slots, rows.slot_rows))
-        on_cpu = self._device.type == "cpu"
-        attention: Attention = GatheredAttention(rows, self.block_size) if on_cpu else VarlenAttention(rows, self._device)
+        attention: Attention
+        attention = VarlenAttention(rows, self._device) if self._flash else GatheredAttention(rows, self.block_size, self._device)
         a = self.architecture
         for i in range(first, last):
             normed = self._normed(f"layers.{i}.attn_norm", hidden)
