@@ -133,6 +133,12 @@ def bandwidth() -> float:
     return block.nbytes / min(common.seconds(block.sum) for _ in range(7))
 
 
+def arithmetic() -> float:
+    """Multiplications and additions a second that all threads do together: an fp32 product of two matrices, best of seven."""
+    a, b = torch.randn(2, 1024, 1024)
+    return 2 * 1024**3 / min(common.seconds(lambda: a @ b) for _ in range(7))
+
+
 def held_bytes(llm: LLM, batch: int) -> int:
     """Bytes of hidden rows that wait between segments at most, counted over a run of `batch` sequences."""
     engine = llm.engine
@@ -283,7 +289,17 @@ def main() -> None:
     del peers
     shard, a = llm.engine.executor.shard, llm.engine.source.architecture
     read = shard.weight_bytes + 300 * 2 * a.layers * a.kv_heads * a.head_dim * 2
-    memory = bandwidth()
+    memory, roof = bandwidth(), arithmetic()
+    parameters = shard.weight_bytes / 2
+    most = max(passes)
+    common.table(
+        "What the machine can do, and what a pass reaches",
+        ("", "measured", "reached"),
+        [
+            ("memory, GB/s (one row)", memory / 1e9, read / passes[1] / 1e9),
+            (f"arithmetic, GFLOP/s ({most} rows)", roof / 1e9, 2 * parameters * most / passes[most] / 1e9),
+        ],
+    )
     served = None if args.no_server else served_cost(args, llm, ids, runs, tokens)
     held, total = memory_overhead(args.threads)
     details |= {
@@ -291,6 +307,7 @@ def main() -> None:
         "pass_ms": {n: 1e3 * t for n, t in passes.items()},
         "batch_tokens_per_second": speeds,
         "bandwidth_gb_s": {"measured": memory / 1e9, "reached": read / passes[1] / 1e9},
+        "gflop_s": {"measured": roof / 1e9, "reached": 2 * parameters * most / passes[most] / 1e9},
         "held_bytes": held,
         "weights_and_cache_bytes": total,
     }
@@ -329,7 +346,8 @@ def draw(out: Path, details: dict[str, Any], headline: dict[str, Any]) -> None:
     left.set_xlabel("tokens of context")
     left.set_ylabel("tokens a second")
     left.set_title(f"Batch 1, bf16, {details['threads']} threads", loc="left")
-    left.legend(frameon=False, loc="lower right")
+    left.set_ylim(top=1.3 * max(max(row[1:3]) for row in details["against_transformers"]))
+    left.legend(frameon=False, loc="upper left")
     rows = list(details["pass_ms"])
     right.plot(rows, [details["pass_ms"][n] for n in rows], marker="o")
     right.set_ylim(bottom=0)

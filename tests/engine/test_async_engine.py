@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -229,3 +230,31 @@ def test_closing_tells_those_who_wait(engine: AsyncEngine, gate: Gate) -> None:
 
     run(close())
     engine.close()  # again, by the fixture as well: it is closed already
+
+
+def test_tokens_gather_between_two_yields_and_an_end_comes_at_once(engine: AsyncEngine, gate: Gate) -> None:
+    async def two_yields() -> tuple[list[TokenDelta], list[TokenDelta]]:
+        steps = engine.generate([request("slow", max_tokens=12)], interval=PATIENCE * 100)
+        gate.open()
+        first = await anext(steps)
+        gate.open(10_000)
+        return first, await anext(steps)  # long before the interval has passed
+
+    first, rest = run(two_yields())
+    assert len(first) == 1
+    assert first[0].finish_reason is None
+    assert len(rest) > 1, "the rest took one step: nothing had to gather"
+    assert [delta.finish_reason for delta in rest] == [None] * (len(rest) - 1) + [FinishReason.LENGTH]
+    assert sum(len(delta.token_ids) for delta in first + rest) == 12
+
+
+def test_where_only_ends_matter_nothing_comes_before_one(engine: AsyncEngine, gate: Gate) -> None:
+    async def ends() -> list[list[TokenDelta]]:
+        gate.open(10_000)
+        pair = [request("a", max_tokens=4), request("b", 7, 8, max_tokens=19)]
+        return [deltas async for deltas in engine.generate(pair, interval=math.inf)]
+
+    yields = run(ends())
+    assert len(yields) <= 2
+    assert all(any(delta.finish_reason is not None for delta in deltas) for deltas in yields)
+    assert sum(len(delta.token_ids) for deltas in yields for delta in deltas) == 4 + 19
