@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -55,6 +56,7 @@ class LLM:
         self.settings = settings if isinstance(settings, Settings) else Settings.model_validate(settings or {})
         self.engine = Engine(self.settings)
         self._serial = itertools.count()
+        self._sinks: dict[str, Callable[[TokenDelta], None]] = {}  # where each request's deltas go
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Return token ids of a text, with the tokenizer's own special tokens; ids pass through."""
@@ -88,18 +90,14 @@ class LLM:
             pending += zip(self._requests(completion.prompt_ids, p), completion.choices, strict=True)
         for request, _ in pending:
             self.engine.check(request)
-        choices = {request.id: choice for request, choice in pending}
         waiting = iter(pending)
         try:
             self._admit(waiting)
-            while self.engine.has_work:
-                for delta in self.engine.step():
-                    choices[delta.request_id].add(delta)
+            while any(choice.finish_reason is None for _, choice in pending):
+                self._step()
                 self._admit(waiting)
-        except BaseException:
-            for request_id in choices:
-                self.engine.abort(request_id)
-            raise
+        finally:
+            self._forget(request.id for request, _ in pending)
         return completions
 
     def stream(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS) -> Iterator[TokenDelta]:
@@ -107,15 +105,30 @@ class LLM:
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a stream has one choice", "n")
         request = self._requests(self.encode(prompt), params)[0]
+        deltas: deque[TokenDelta] = deque()
         self.engine.add(request)
+        self._sinks[request.id] = deltas.append
         try:
-            done = False
-            while not done:
-                for delta in self.engine.step():
-                    done = delta.finish_reason is not None
-                    yield delta
+            reason: FinishReason | None = None
+            while reason is None:
+                while not deltas:
+                    self._step()
+                delta = deltas.popleft()
+                reason = delta.finish_reason
+                yield delta
         finally:
-            self.engine.abort(request.id)
+            self._forget([request.id])
+
+    def _step(self) -> None:
+        """Run one round for everybody: generators of several streams may take turns."""
+        for delta in self.engine.step():
+            self._sinks[delta.request_id](delta)
+
+    def _forget(self, request_ids: Iterable[str]) -> None:
+        """Abort what is not finished."""
+        for request_id in request_ids:
+            self._sinks.pop(request_id, None)
+            self.engine.abort(request_id)
 
     def _requests(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> list[GenerationRequest]:
         seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
@@ -130,4 +143,6 @@ class LLM:
             entry = next(waiting, None)
             if entry is None:
                 return
-            self.engine.add(entry[0])
+            request, choice = entry
+            self.engine.add(request)
+            self._sinks[request.id] = choice.add

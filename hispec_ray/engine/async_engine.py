@@ -132,7 +132,7 @@ class AsyncEngine:
         finally:
             self._callers.discard(mailbox)
             if unfinished:
-                self._commands.put(lambda: self._leave(unfinished))
+                self._commands.put(lambda: self._leave(unfinished, mailbox))
 
     def stats(self) -> dict[str, float]:
         """Return gauges and counters: sequences running and waiting, share of the cache in use, tokens, work per level."""
@@ -176,9 +176,10 @@ class AsyncEngine:
             return
         self._mailboxes.update((request.id, mailbox) for request in requests)
 
-    def _leave(self, request_ids: set[str]) -> None:
+    def _leave(self, request_ids: set[str], mailbox: _Mailbox) -> None:
         for request_id in request_ids:
-            if self._mailboxes.pop(request_id, None) is not None:
+            if self._mailboxes.get(request_id) is mailbox:
+                del self._mailboxes[request_id]
                 self.engine.abort(request_id)
 
     def _serve(self) -> None:

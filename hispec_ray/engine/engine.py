@@ -52,6 +52,7 @@ class Engine:
         self._eos = frozenset(architecture.eos_token_ids)
         self._answers: dict[int, _Answer] = {}
         self._empty: list[str] = []  # requests for no tokens at all, to be answered at the next step
+        self._live: set[str] = set()  # ids of the requests that are in the engine
         self._ids = 0
 
     def check(self, request: GenerationRequest) -> None:
@@ -73,20 +74,27 @@ class Engine:
             )
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises RequestError (see `check`, or when the cache could never hold it) and QueueFullError."""
+        """Queue a request. Raises RequestError (see `check`, or when the cache could never hold it) and QueueFullError.
+
+        Raises ValueError when its id is that of a request in the engine, or it has no seed.
+        """
         self.check(request)
+        if request.id in self._live:
+            raise ValueError(f"request {request.id!r} is in the engine already; each needs an id of its own")
+        if request.params.seed is None:
+            raise ValueError(f"request {request.id!r} has no seed; draw one before it enters the engine")
         prompt, params = request.prompt_ids, request.params
         if params.max_tokens == 0:
             self._empty.append(request.id)
+            self._live.add(request.id)
             return
         limit = self.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
         if params.max_tokens is None:  # "as much as fits": the pool is a bound like the context
             limit = min(limit, max(len(prompt) + 1, self.pool.blocks * self.pool.block_size + 1))
-        if params.seed is None:
-            raise ValueError(f"request {request.id} has no seed; draw one before it enters the engine")
         self._ids += 1
-        sequence = Sequence(self._ids, request.id, list(prompt), limit, params.temperature, params.seed)
+        sequence = Sequence(self._ids, request.id, list(prompt), limit, params.temperature, request.params.seed)
         self.scheduler.add(sequence)
+        self._live.add(request.id)
         self._answers[self._ids] = _Answer(request, sequence, self._detokenizer.stream(prompt, params.stop))
 
     def abort(self, request_id: str) -> None:
@@ -95,6 +103,7 @@ class Engine:
             del self._answers[sequence.id]
         if request_id in self._empty:
             self._empty.remove(request_id)
+        self._live.discard(request_id)
 
     @property
     def has_work(self) -> bool:
@@ -103,6 +112,7 @@ class Engine:
     def step(self) -> list[TokenDelta]:
         """Run one round and return what it added, one delta for each request that has something new."""
         deltas = [TokenDelta(request_id, finish_reason=FinishReason.LENGTH) for request_id in self._empty]
+        self._live.difference_update(self._empty)
         self._empty.clear()
         plan = self.scheduler.schedule()
         if plan is None:
@@ -142,6 +152,7 @@ class Engine:
             if stream.stopped:  # a stop string may end in a character that only the end completes
                 reason = FinishReason.STOP
             del self._answers[result.id]
+            self._live.remove(answer.request.id)
         tokens = result.tokens[:kept]
         self.generated += kept
         self.scheduler.update(result.id, tokens, reason is not None)

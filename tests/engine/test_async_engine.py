@@ -258,3 +258,16 @@ def test_where_only_ends_matter_nothing_comes_before_one(engine: AsyncEngine, ga
     assert len(yields) <= 2
     assert all(any(delta.finish_reason is not None for delta in deltas) for deltas in yields)
     assert sum(len(delta.token_ids) for deltas in yields for delta in deltas) == 4 + 19
+
+
+def test_an_id_that_is_in_use_is_refused_and_its_owner_goes_on(engine: AsyncEngine, gate: Gate) -> None:
+    async def twice() -> list[TokenDelta]:
+        first = asyncio.ensure_future(collect(engine, request("same")))
+        await gate.reached()
+        second = asyncio.ensure_future(expect(ValueError, engine, request("same")))
+        gate.open(10_000)
+        assert "'same'" in str(await second)
+        return (await first)["same"]
+
+    assert sum(len(delta.token_ids) for delta in run(twice())) == 20
+    assert_clean(engine)

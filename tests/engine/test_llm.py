@@ -139,3 +139,16 @@ def test_chat_and_completion_give_the_reference_answer(default_llm: Any) -> None
     assert len(prompt) == 42
     done = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=40))[0]
     assert (done.text, done.choices[0].finish_reason, len(done.choices[0].token_ids)) == ("The answer is 4.", FinishReason.STOP, 7)
+
+
+def test_streams_that_take_turns_keep_their_own_deltas(llm: LLM) -> None:
+    alone = [llm.generate(prompt, params(seed=3))[0].choices[0].token_ids for prompt in ("the cat", "a dog")]
+    streams = [llm.stream(prompt, params(seed=3)) for prompt in ("the cat", "a dog")]
+    found: list[list[int]] = [[], []]
+    for turn in range(40):
+        delta = next(streams[turn % 2], None)
+        found[turn % 2] += delta.token_ids if delta is not None else []
+        if turn == 3:  # and a whole answer in between
+            assert llm.generate("the cat", params(seed=3))[0].choices[0].token_ids == alone[0]
+    assert found == alone
+    assert_clean(llm)

@@ -13,7 +13,7 @@ from hispec_ray.core.plan import LevelCounts
 from hispec_ray.speculation.choice import choose_torch
 from hispec_ray.speculation.round import Level, Round
 
-FULL = 8
+FULL = 4
 NEVER, SELDOM, OFTEN, ALWAYS = 0.0, 0.3, 0.8, 1.0
 
 
@@ -216,7 +216,7 @@ def law_of(say: Say, prompt: Sequence[int], length: int, temperature: float) -> 
     return law
 
 
-@pytest.mark.parametrize(("share", "least", "most"), [(SELDOM, 0.0, 0.5), (0.95, 0.8, 1.0)])
+@pytest.mark.parametrize(("share", "least", "most"), [(SELDOM, 0.0, 0.5), (0.99, 0.8, 1.0)])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_sampled_tokens_follow_the_full_depths_law(share: float, least: float, most: float, temperature: float) -> None:
     """2,000 seeds: what one round writes is drawn from the softmax of the full depth, at low and at high acceptance."""
