@@ -162,6 +162,7 @@ def measure(
         llms = {blocks: LLM(settings_of(dtype, args.threads, method, blocks)) for blocks in (1024, scarce)}
         for temperature in (0.0, 0.8):
             describe(f"{dtype} {name} T={temperature}")
+            before = tally.runs, tally.identical
             each = params_for(len(ids), args.tokens, temperature)
             order = [(i + number * 7) % len(ids) for i in range(len(ids))]
             share = (len(ids) - args.alone) // 3
@@ -173,6 +174,8 @@ def measure(
                 compare(tally, llm, expected[temperature], list(zip(group, done, strict=True)), ids, each)
                 llm.engine.scheduler.check_integrity()
                 advance(len(group))
+            runs, identical = tally.runs - before[0], tally.identical - before[1]
+            common.console.print(f"{dtype}, {name}, temperature {temperature}: {identical} of {runs} runs identical")
         tally.preemptions += llms[scarce].engine.scheduler.preemptions
         for llm in llms.values():
             tally.cached_rows += llm.engine.scheduler.cached_rows
