@@ -9,6 +9,7 @@ is examined: where the two choices that part are closer than a near-tie's gap, i
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -73,33 +74,36 @@ def params_for(count: int, tokens: int, temperature: float) -> list[SamplingPara
     return [SamplingParams(temperature=temperature, seed=SEED + i, max_tokens=tokens, ignore_eos=True) for i in range(count)]
 
 
-def gap_at(llm: LLM, prompt: tuple[int, ...], tokens: list[int], at: int, params: SamplingParams) -> float:
-    """Return the distance of the two best scores at the position where two runs part."""
-    decoder = llm.engine.executor.shard.decoder
-    known = np.array([*prompt, *tokens[:at]], dtype=np.int64)
-    count = len(known)
-    positions = np.arange(count)
-    table = np.arange(decoder.blocks)[None]
-    zeros = np.zeros(count, dtype=np.int64)
-    rows = Rows(known, positions, zeros, table, positions, positions)
-    hidden = decoder.run(0, llm.engine.source.architecture.layers, decoder.embed(rows), rows)
-    scores = decoder.logits(llm.engine.source.architecture.layers, hidden[-1:])
+def gap_at(dtype: str, threads: int | None, known: list[int], params: SamplingParams) -> float:
+    """Return the distance of the two best scores for the token after `known`, from a model of its own: its cache is nobody else's."""
+    engine = LLM(settings_of(dtype, threads, ("plain", None, None, 1, 1), 1024)).engine
+    decoder, layers = engine.executor.shard.decoder, engine.source.architecture.layers
+    positions = np.arange(len(known))
+    rows = Rows(np.array(known), positions, np.zeros(len(known), dtype=np.int64), np.arange(decoder.blocks)[None], positions, positions)
+    scores = decoder.logits(layers, decoder.run(0, layers, decoder.embed(rows), rows)[-1:])
     if params.temperature:
         assert params.seed is not None
-        scores = scores / params.temperature + gumbel([params.seed], [count], scores.shape[1])
+        scores = scores / params.temperature + gumbel([params.seed], [len(known)], scores.shape[1])
     best = scores[0].topk(2).values
     return float(best[0] - best[1])
 
 
-def compare(tally: Tally, llm: LLM, expected: list[list[int]], done: list[tuple[int, list[int]]], prompt_ids: list[tuple[int, ...]],
-            params: list[SamplingParams]) -> None:  # fmt: skip
+def compare(
+    tally: Tally,
+    llm: LLM,
+    expected: list[list[int]],
+    done: list[tuple[int, list[int]]],
+    prompt_ids: list[tuple[int, ...]],
+    params: list[SamplingParams],
+) -> None:
     for index, tokens in done:
         tally.runs += 1
         if tokens == expected[index]:
             tally.identical += 1
             continue
         at = next(i for i, (a, b) in enumerate(zip(tokens, expected[index], strict=True)) if a != b)
-        gap = gap_at(llm, prompt_ids[index], expected[index], at, params[index])
+        model = llm.settings.model
+        gap = gap_at(model.dtype, model.threads, [*prompt_ids[index], *expected[index][:at]], params[index])
         tally.near_ties += gap < NEAR_TIE
         common.console.print(f"prompt {index} differs at token {at}: gap {gap:.2e}")
 
@@ -155,8 +159,9 @@ def measure(
         expected[temperature] = [completion.choices[0].token_ids for completion in plain.generate(ids, each)]
         advance(len(ids))
     del plain
-    need = max(len(prompt) for prompt in ids) + args.tokens
-    scarce = -(-need // 16) * 6  # six of the longest fit, sixteen do not
+    needs = sorted(-(-(len(prompt) + args.tokens) // 16) for prompt in ids)
+    together = min(16, (len(ids) - args.alone) // 3)
+    scarce = max(needs[-1], sum(needs) * together // len(needs) // 2)  # half of what the preempted condition's prompts take on average
     for number, method in enumerate(chosen):
         name = label(method)
         llms = {blocks: LLM(settings_of(dtype, args.threads, method, blocks)) for blocks in (1024, scarce)}
@@ -213,6 +218,8 @@ def report(out: Path, tallies: dict[str, Tally], chosen: tuple[Method, ...]) -> 
     runs, identical, near = (sum(getattr(t, key) for t in tallies.values()) for key in ("runs", "identical", "near_ties"))
     details = {name: vars(tally) for name, tally in tallies.items()}
     common.finish("exactness", out, {"runs": runs, "identical": identical, "near_ties": near}, details)
+    if identical + near < runs or not all(t.preemptions and t.cached_rows for t in tallies.values()):
+        sys.exit("the text differed, or nothing was preempted or found in the prefix cache")
 
 
 if __name__ == "__main__":

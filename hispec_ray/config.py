@@ -22,7 +22,7 @@ class ModelSettings(Group):
     """Which model, in which precision, on what."""
 
     path: str = DEFAULT_MODEL
-    """A folder with a Hugging Face checkpoint, a Hugging Face id, or the default's name."""
+    """A folder with a Hugging Face checkpoint, a .gguf file, a Hugging Face id, or the default's name."""
     served_name: str | None = None
     """The id that clients use; the path where unset."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -31,7 +31,7 @@ class ModelSettings(Group):
     device: Literal["cpu", "cuda"] = "cpu"
     kernels: Literal["auto", "native", "torch"] = "auto"
     """auto takes the native CPU kernels where a C++ compiler is found, torch elsewhere."""
-    threads: Positive | None = None
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of the model's process; every core it may use where unset."""
 
     def thread_count(self) -> int:
@@ -75,7 +75,7 @@ class SchedulerSettings(Group):
     max_batch_rows: Positive = 512
     """Most prompt tokens that one step reads."""
     max_queued: Positive = 256
-    """Requests that may wait; further ones are refused with 429."""
+    """Sequences that may wait (each choice of a request is one); a request with more is refused with 429."""
 
 
 class ServerSettings(Group):
@@ -95,6 +95,12 @@ class Settings(Group):
     cache: CacheSettings = CacheSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     server: ServerSettings = ServerSettings()
+
+    @model_validator(mode="after")
+    def _kernels_for_device(self) -> Settings:
+        if self.model.kernels == "native" and self.model.device != "cpu":
+            raise ValueError(f"model.kernels is 'native' and model.device is {self.model.device!r}; native kernels run on 'cpu' only")
+        return self
 
     @model_validator(mode="after")
     def _exits_in_order(self) -> Settings:

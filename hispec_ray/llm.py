@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import cast
 
 from hispec_ray.config import Settings
 from hispec_ray.engine.engine import Engine
-from hispec_ray.request import MAX_SEED, FinishReason, GenerationRequest, RequestError, SamplingParams, TokenDelta, choice_seed
+from hispec_ray.request import FinishReason, GenerationRequest, RequestError, SamplingParams, TokenDelta, choices_of
 
 Prompt = str | Sequence[int]
 DEFAULT_PARAMS = SamplingParams()
@@ -93,15 +92,22 @@ class LLM:
         waiting = iter(pending)
         try:
             self._admit(waiting)
-            while any(choice.finish_reason is None for _, choice in pending):
-                self._step()
-                self._admit(waiting)
+            unfinished = deque(choice for _, choice in pending)
+            while unfinished:
+                if unfinished[0].finish_reason is None:
+                    self._step()
+                    self._admit(waiting)
+                else:
+                    unfinished.popleft()
         finally:
             self._forget(request.id for request, _ in pending)
         return completions
 
     def stream(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS) -> Iterator[TokenDelta]:
-        """Answer one prompt and yield what each round adds. Leaving early frees its blocks. Raises RequestError; n must be 1."""
+        """Answer one prompt and yield what each round adds. Leaving early frees its blocks.
+
+        Raises RequestError at the first step of the iterator, also when n is not 1.
+        """
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a stream has one choice", "n")
         request = self._requests(self.encode(prompt), params)[0]
@@ -131,11 +137,7 @@ class LLM:
             self.engine.abort(request_id)
 
     def _requests(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> list[GenerationRequest]:
-        seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
-        return [
-            GenerationRequest(f"llm-{next(self._serial)}", prompt_ids, replace(params, n=1, seed=choice_seed(seed, i)))
-            for i in range(params.n)
-        ]
+        return [GenerationRequest(f"llm-{next(self._serial)}", prompt_ids, choice) for choice in choices_of(params)]
 
     def _admit(self, waiting: Iterator[tuple[GenerationRequest, Choice]]) -> None:
         """Add requests while the queue has places."""

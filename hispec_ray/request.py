@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+import secrets
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 MAX_SEED = 2**63 - 1
@@ -35,14 +36,13 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # end-of-sequence token or a stop string
     LENGTH = "length"  # max_tokens or the context's end
-    ABORT = "abort"  # the caller went away
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one sequence is to be continued.
 
-    temperature: 0 is greedy; up to 2.
+    temperature: 0 is greedy; up to 2. Under 1e-5 it is taken for 0: so cold a draw is the best token anyway.
     seed: fixes the noise of the choice rule; 0 .. 2**63 - 1. None draws one when the request enters.
     max_tokens: most tokens to write; None means up to the end of the context.
     stop: up to 16 strings; the text ends before the first that appears.
@@ -62,6 +62,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= 2.0:
             raise RequestError(f"temperature is {self.temperature}; it must be from 0 to 2", "temperature")
+        if self.temperature < 1e-5:  # logits divided by less could overflow
+            object.__setattr__(self, "temperature", 0.0)
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise RequestError(f"seed is {self.seed}; it must be from 0 to {MAX_SEED}", "seed")
         if self.max_tokens is not None and self.max_tokens < 0:
@@ -105,3 +107,9 @@ def choice_seed(seed: int, index: int) -> int:
         return seed
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & MAX_SEED
+
+
+def choices_of(params: SamplingParams) -> tuple[SamplingParams, ...]:
+    """Return the parameters of each of the `n` choices, each with n 1 and a seed of its own; one is drawn where params has none."""
+    seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
+    return tuple(replace(params, n=1, seed=choice_seed(seed, index)) for index in range(params.n))

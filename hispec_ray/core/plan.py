@@ -1,4 +1,4 @@
-"""What crosses from the scheduler to the shards and back, once a round: small plain data."""
+"""What crosses from the scheduler to the shards and back, once a round, and what a round hands to a decoder: small plain data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SequencePlan:
 
     tokens: the known tokens whose rows have not been run through the full depth: a chunk of the prompt, or the one token committed last.
     start: position of tokens[0]; equals the sequence's `full` watermark.
-    blocks: the block table; covers at least start + len(tokens) + room positions.
+    blocks: the block table; covers at least start + len(tokens) + room positions; blocks behind those are spare.
     samples: False for a chunk that does not reach the end of the known tokens (no token is chosen after it).
     room: most tentative tokens the window may hold this round (0 = plain decoding). Always 0 where len(tokens) > 1.
     temperature, seed: of the choice rule.

@@ -84,8 +84,8 @@ class Scheduler:
             most = pool.blocks * pool.block_size + 1
             answer = sequence.limit - sequence.prompt_len
             raise RequestError(
-                f"max_tokens is {answer} after a prompt of {sequence.prompt_len} tokens, {sequence.limit} in all, which needs {needed} "
-                f"cache blocks of {pool.block_size} tokens; the cache has {pool.blocks}, so both together must be at most {most}",
+                f"a prompt of {sequence.prompt_len} tokens and an answer of {answer} need {needed} cache blocks "
+                f"of {pool.block_size} tokens; the cache has {pool.blocks}, so both together must be at most {most} tokens",
                 "prompt" if sequence.prompt_len >= most else "max_tokens",
                 "context_length_exceeded",
             )

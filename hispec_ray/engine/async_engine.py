@@ -90,9 +90,6 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.tokenizer = engine.tokenizer
-        self.max_model_len = engine.max_model_len
-        self.vocabulary = engine.vocabulary
-        self.model_name: str = engine.settings.model.served_name or engine.settings.model.path
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._mailboxes: dict[str, _Mailbox] = {}
         self._callers: set[_Mailbox] = set()
@@ -152,10 +149,13 @@ class AsyncEngine:
 
     def check_health(self) -> None:
         """Raise EngineDeadError when the engine's thread has ended."""
-        if self._error is not None:
-            raise EngineDeadError(f"the engine has stopped: {type(self._error).__name__}: {self._error}")
-        if self._closed:
-            raise EngineDeadError("the engine has been closed")
+        if self._error is not None or self._closed:
+            raise self._end()
+
+    def _end(self) -> EngineDeadError:
+        if self._error is None:
+            return EngineDeadError("the engine has been closed")
+        return EngineDeadError(f"the engine has stopped: {type(self._error).__name__}: {self._error}")
 
     def close(self) -> None:
         """Stop after the step that runs now; callers that still wait get EngineDeadError."""
@@ -190,9 +190,8 @@ class AsyncEngine:
             self._error = error
             raise
         finally:
-            end = EngineDeadError("the engine has been closed" if self._error is None else f"the engine has stopped: {self._error}")
             for mailbox in list(self._callers):
-                mailbox.put([], end)
+                mailbox.put([], self._end())
 
     def _obey(self) -> bool:
         """Carry out what callers asked for since the last step; wait when there is nothing to run. False when it is time to stop."""

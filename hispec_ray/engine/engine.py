@@ -63,7 +63,6 @@ class Engine:
         for token in prompt:
             if not 0 <= token < self.vocabulary:
                 raise RequestError(f"the prompt has token id {token}; ids must be from 0 to {self.vocabulary - 1}", "prompt")
-        # the last token is never run, so an answer may end one past the last position
         if len(prompt) + max(1, wanted or 0) > self.max_model_len:
             asked = f"{len(prompt)} in the prompt" + (f" and {wanted} in the answer" if wanted else " and at least 1 in the answer")
             raise RequestError(
@@ -81,8 +80,8 @@ class Engine:
         self.check(request)
         if request.id in self._live:
             raise ValueError(f"request {request.id!r} is in the engine already; each needs an id of its own")
-        if request.params.seed is None:
-            raise ValueError(f"request {request.id!r} has no seed; draw one before it enters the engine")
+        if request.params.seed is None or request.params.n != 1:
+            raise ValueError(f"request {request.id!r} has seed {request.params.seed} and n {request.params.n}; see request.choices_of")
         prompt, params = request.prompt_ids, request.params
         if params.max_tokens == 0:
             self._empty.append(request.id)
@@ -93,9 +92,10 @@ class Engine:
             limit = min(limit, max(len(prompt) + 1, self.pool.blocks * self.pool.block_size + 1))
         self._ids += 1
         sequence = Sequence(self._ids, request.id, list(prompt), limit, params.temperature, request.params.seed)
+        answer = _Answer(request, sequence, self._detokenizer.stream(prompt, params.stop))
         self.scheduler.add(sequence)
         self._live.add(request.id)
-        self._answers[self._ids] = _Answer(request, sequence, self._detokenizer.stream(prompt, params.stop))
+        self._answers[self._ids] = answer
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its blocks at once; unknown ids are ignored."""

@@ -14,16 +14,15 @@ class KVCache:
     def __init__(
         self, layers: int, blocks: int, block_size: int, *, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.block_size = block_size
-        self.blocks = torch.zeros(2, layers, blocks, block_size, kv_heads, head_dim, dtype=dtype, device=device)
+        self.pool = torch.zeros(2, layers, blocks, block_size, kv_heads, head_dim, dtype=dtype, device=device)
 
     def keys(self, layer: int) -> torch.Tensor:
         """Return `[blocks, block_size, kv_heads, head_dim]`."""
-        return self.blocks[0, layer]
+        return self.pool[0, layer]
 
     def values(self, layer: int) -> torch.Tensor:
         """Return `[blocks, block_size, kv_heads, head_dim]`."""
-        return self.blocks[1, layer]
+        return self.pool[1, layer]
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write `[S, kv_heads, head_dim]` at slots `int64[S]` (block * block_size + offset)."""

@@ -34,7 +34,7 @@ class _Layer(ctypes.Structure):
 class _Model(ctypes.Structure):
     _fields_ = (
         *((name, _int64) for name in ("width", "heads", "kv_heads", "head_size", "padded_head", "intermediate", "block_size", "threads")),
-        *((name, _int64) for name in ("layer_norm", "relu", "bf16_weights")),
+        *((name, _int64) for name in ("layer_norm", "bf16_weights")),
         *((name, _float) for name in ("norm_eps", "scale")),
         *((name, _pointer) for name in ("cosines", "sines")),
     )
@@ -51,12 +51,18 @@ def _address(array: IntArray) -> int:
     return int(array.ctypes.data)
 
 
+def _padded(head_dim: int) -> int:
+    """Return the head's size in the cache: a multiple of the kernels' chunk."""
+    chunk = int(library.load().hispec_chunk())
+    return -(-head_dim // chunk) * chunk
+
+
 class NativeDecoder:
     """See `Decoder`. Hidden rows are fp32 whatever the weights' dtype; keys and values have the weights' dtype.
 
     weights: canonical tensors (see `hispec_ray.model.weights`); emptied while they are packed, so that the model is
         never in memory twice.
-    Raises NativeUnavailableError where the kernels cannot be built.
+    Raises NativeUnavailableError where the kernels cannot be built, ValueError where bfloat16 weights have an odd number of inputs.
     """
 
     def __init__(
@@ -71,14 +77,14 @@ class NativeDecoder:
         self._scratch = torch.empty(0)
         a = architecture
         dtype = weights["embed.weight"].dtype
-        padded_head = -(-a.head_dim // int(self._library.hispec_chunk())) * int(self._library.hispec_chunk())
+        padded_head = _padded(a.head_dim)
         # pages that are zero without being touched: the pool takes memory as it fills
-        pool = np.zeros((2, a.layers, blocks, a.kv_heads * block_size * padded_head * dtype.itemsize), dtype=np.uint8)
+        pool = np.zeros((2, a.layers, blocks, self.block_bytes(a, block_size, dtype) // (2 * a.layers)), dtype=np.uint8)
         self.cache = torch.from_numpy(pool).view(dtype)
         cosines, sines = (None, None) if a.learned_positions else rope_tables(a.config, positions)
         self._model = _Model(
             a.width, a.heads, a.kv_heads, a.head_dim, padded_head, a.intermediate, block_size, threads,
-            a.norm == "layer", not a.gated, dtype == torch.bfloat16, a.norm_eps, a.head_dim**-0.5, self._keep(cosines), self._keep(sines),
+            a.norm == "layer", dtype == torch.bfloat16, a.norm_eps, a.head_dim**-0.5, self._keep(cosines), self._keep(sines),
         )  # fmt: skip
         self._row_floats = a.width + (2 * a.heads + 2 * a.kv_heads) * a.head_dim + 2 * a.intermediate
         self._positions = weights.pop("positions.weight", None)
@@ -88,6 +94,11 @@ class NativeDecoder:
         head = weights.pop("head.weight", embedding)
         self._head = self._matrix(head, None)
         self._embedding = None if head is embedding else embedding  # a tied head's panels serve both ends
+
+    @staticmethod
+    def block_bytes(architecture: Architecture, block_size: int, dtype: torch.dtype) -> int:
+        """Return the bytes of one block of the cache, keys and values of all layers."""
+        return 2 * architecture.layers * architecture.kv_heads * block_size * _padded(architecture.head_dim) * dtype.itemsize
 
     def _keep(self, tensor: torch.Tensor | None) -> int | None:
         if tensor is None:
@@ -103,9 +114,11 @@ class NativeDecoder:
         """Pack `[out, in]` into panels `[out / panel, in / 2, panel, 2]` (bf16) or `[out / panel, in, panel]` (fp32), padded with zeros."""
         outputs, inputs = weight.shape
         steps = 2 if weight.dtype == torch.bfloat16 else 1
-        padded = torch.nn.functional.pad(weight, (0, -inputs % steps, 0, -outputs % self._panel))
         if inputs % steps:
-            raise ValueError(f"a product with {inputs} inputs cannot be packed in bfloat16; the number must be even")
+            raise ValueError(
+                f"a matrix has {inputs} inputs; bfloat16 needs an even number: set model.dtype to float32 or model.kernels to torch"
+            )
+        padded = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % self._panel))
         panels = padded.view(-1, self._panel, inputs // steps, steps).transpose(1, 2).contiguous()
         return _Matrix(self._keep(panels), self._keep(None if bias is None else bias.float()), inputs, outputs)
 

@@ -33,7 +33,8 @@ class TorchDecoder:
         self.blocks = blocks
         self.block_size = block_size
         self._device = device
-        self._flash = device.type == "cuda" and flash_attention_reads_blocks()
+        half = weights["embed.weight"].dtype == torch.bfloat16  # all that the flash kernels take
+        self._flash = half and device.type == "cuda" and flash_attention_reads_blocks()
         self._weights = {name: tensor.to(device) for name, tensor in weights.items()}
         a = architecture
         dtype = weights["embed.weight"].dtype
@@ -41,6 +42,11 @@ class TorchDecoder:
         if not a.learned_positions:
             cosines, sines = rope_tables(a.config, positions)
             self._cosines, self._sines = (torch.cat((part, part), dim=-1).unsqueeze(1).to(device) for part in (cosines, sines))
+
+    @staticmethod
+    def block_bytes(architecture: Architecture, block_size: int, dtype: torch.dtype) -> int:
+        """Return the bytes of one block of the cache, keys and values of all layers."""
+        return 2 * architecture.layers * architecture.kv_heads * block_size * architecture.head_dim * dtype.itemsize
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias")

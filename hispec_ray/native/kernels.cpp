@@ -98,7 +98,7 @@ static void panel_rows(int rows, const float* x, int64_t ldx, const W* w, int64_
 template <class W>
 static inline Ahead soon(const W* w) { return {reinterpret_cast<const char*>(w) + 2048, 64}; }
 
-static inline int64_t next_rows(int64_t left) {  // 8 rows run as 4 and 4, not 6 and 2
+static inline int64_t next_rows(int64_t left) {  // with ROWS 6, 8 rows run as 4 and 4, not 6 and 2
   return left > 2 * ROWS ? ROWS : left > ROWS ? (left + 1) / 2 : left;
 }
 
@@ -144,7 +144,7 @@ struct Layer {
 
 struct Model {
   int64_t width, heads, kv_heads, head_size, padded_head, intermediate, block_size, threads;
-  int64_t layer_norm, relu, bf16_weights;  // flags
+  int64_t layer_norm, bf16_weights;  // flags
   float norm_eps, scale;
   const float *cosines, *sines;  // [positions][head_size / 2]; null where positions are learned
 };
@@ -183,7 +183,7 @@ static inline void share(int64_t count, int thread, int threads, int64_t& from, 
   from = count * thread / threads, to = count * (thread + 1) / threads;
 }
 
-// One thread's columns of y = x W (+ bias), or y += x W + bias. `panels_from..to` are whole panels.
+// One thread's columns of y = x W (+ bias), or y += x W + bias. from, to: whole panels.
 template <class W>
 static void product(const float* x, int64_t ldx, int64_t rows, const Matrix& m, float* y, int64_t ldy, bool add, int64_t from, int64_t to) {
   const W* panels = static_cast<const W*>(m.panels);

@@ -8,10 +8,12 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 constexpr int SPINS = 4000;                                // some microseconds
 constexpr std::chrono::milliseconds AWAKE{3};              // longer than what lies between two passes

@@ -8,7 +8,7 @@ import torch
 
 from hispec_ray.config import Settings, SpeculationSettings
 from hispec_ray.core.plan import StepPlan, StepResult
-from hispec_ray.model.architecture import Architecture, check_exits
+from hispec_ray.model.architecture import check_exits
 from hispec_ray.model.decoder import Decoder
 from hispec_ray.model.native_decoder import NativeDecoder
 from hispec_ray.model.torch_decoder import TorchDecoder
@@ -25,17 +25,17 @@ _GIB = 2**30
 def levels_for(speculation: SpeculationSettings, layers: int) -> tuple[Level, ...]:
     """Return the levels of the method, shallow to deep, the last at the full depth of `layers`.
 
-    Raises ValueError when the exits are out of order or deeper than the model.
+    Raises ValueError when the exits are out of order or deeper than the model, also where the method does not use them.
     """
-    draft = speculation.exits.draft or max(1, min(layers // 8, speculation.exits.check or layers))
-    check = speculation.exits.check or max(draft, layers // 4)
-    full = Level("full", layers, 0)
-    if speculation.method == "plain":
-        return (full,)
-    if speculation.method == "single":
-        check_exits(layers, draft, layers)
-        return Level("draft", draft, 0), Level("full", layers, speculation.draft_tokens)
+    eighth, quarter = max(1, layers // 8), max(1, layers // 4)
+    exits = speculation.exits
+    draft = exits.draft or min(eighth, exits.check or layers)
+    check = exits.check or max(draft, quarter)
     check_exits(layers, draft, check)
+    if speculation.method == "plain":
+        return (Level("full", layers, 0),)
+    if speculation.method == "single":
+        return Level("draft", draft, 0), Level("full", layers, speculation.draft_tokens)
     return Level("draft", draft, 0), Level("check", check, speculation.draft_tokens), Level("full", layers, speculation.window)
 
 
@@ -43,31 +43,40 @@ class Shard:
     """The model of one process behind one method: `execute`.
 
     levels: of the method, see `levels_for`; blocks: of the key-value pool; weight_bytes, cache_bytes: what the weights and the pool take.
+    Sets the threads of torch for the whole process.
     Raises ValueError when the settings do not fit the model or the machine.
     """
 
     def __init__(self, settings: Settings, source: ModelSource) -> None:
         architecture = source.architecture
         self.levels = levels_for(settings.speculation, architecture.layers)
-        self.blocks = _block_count(settings, architecture)
         if settings.model.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("model.device is 'cuda' and torch sees no CUDA device here; set it to 'cpu' or install a CUDA build of torch")
+        native = _wants_native(settings)
+        dtype: torch.dtype = getattr(torch, settings.model.dtype)
+        block_bytes = (NativeDecoder if native else TorchDecoder).block_bytes(architecture, settings.cache.block_size, dtype)
+        self.blocks = _block_count(settings, block_bytes)
+        self.cache_bytes = self.blocks * block_bytes
         threads = settings.model.thread_count()
         torch.set_num_threads(threads)
-        weights = source.weights(getattr(torch, settings.model.dtype))
+        weights = source.weights(dtype)
         self.weight_bytes = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in weights.values()}.values())
         positions = min(architecture.attention_limit, settings.model.max_model_len or architecture.attention_limit)
-        shape = {"positions": positions, "blocks": self.blocks}
+        shape = {"positions": positions, "blocks": self.blocks, "block_size": settings.cache.block_size}
         self.decoder: Decoder
         choose: Choose
-        if _wants_native(settings):
-            self.decoder = NativeDecoder(architecture, weights, block_size=settings.cache.block_size, threads=threads, **shape)
-            choose = choose_native(threads)
-        else:
-            device = torch.device(settings.model.device)
-            self.decoder = TorchDecoder(architecture, weights, block_size=settings.cache.block_size, device=device, **shape)
-            choose = choose_torch
-        self.cache_bytes = self.blocks * _block_bytes(settings, architecture)
+        try:
+            if native:
+                self.decoder = NativeDecoder(architecture, weights, threads=threads, **shape)
+                choose = choose_native(threads)
+            else:
+                self.decoder = TorchDecoder(architecture, weights, device=torch.device(settings.model.device), **shape)
+                choose = choose_torch
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise ValueError(
+                f"the model's {self.weight_bytes / _GIB:.1f} GiB and a cache of {self.blocks} blocks, {self.cache_bytes / _GIB:.1f} GiB "
+                "(cache.memory_gib or cache.blocks), do not fit into memory"
+            ) from error
         self._round = Round(self.decoder, self.levels, choose)
 
     @torch.inference_mode()
@@ -83,8 +92,6 @@ class Shard:
 
 def _wants_native(settings: Settings) -> bool:
     if settings.model.device != "cpu" or settings.model.kernels == "torch":
-        if settings.model.kernels == "native":
-            raise ValueError(f"model.kernels is 'native' and model.device is {settings.model.device!r}; native kernels run on 'cpu' only")
         return False
     try:
         load()
@@ -96,10 +103,9 @@ def _wants_native(settings: Settings) -> bool:
     return True
 
 
-def _block_count(settings: Settings, a: Architecture) -> int:
+def _block_count(settings: Settings, block_bytes: int) -> int:
     if settings.cache.blocks:
         return settings.cache.blocks
-    block_bytes = _block_bytes(settings, a)
     blocks = int(settings.cache.memory_gib * _GIB // block_bytes)
     if blocks < 1:
         raise ValueError(
@@ -107,8 +113,3 @@ def _block_count(settings: Settings, a: Architecture) -> int:
             f"{block_bytes / _GIB:.4f} GiB, so it must be at least that"
         )
     return blocks
-
-
-def _block_bytes(settings: Settings, a: Architecture) -> int:
-    width: int = getattr(torch, settings.model.dtype).itemsize
-    return 2 * a.layers * a.kv_heads * a.head_dim * settings.cache.block_size * width

@@ -6,8 +6,8 @@ g is standard Gumbel noise from a counter-based hash, so the choice is an exact 
 level meets the same noise at the same position, so a guess is accepted exactly when the deeper level would have
 chosen it, however the guess was made (drafter-invariant coupling; Daliri et al., arXiv 2408.07978).
 
-The noise uses only operations that IEEE 754 rounds exactly (no library logarithm, no fused multiply-add): the
-native kernel, torch on a CPU and torch on a GPU give the same bits, whatever the shape.
+The noise has 23 bits of randomness and uses only operations that IEEE 754 rounds exactly (no library logarithm, no
+fused multiply-add): the native kernel and torch give the same bits, whatever the shape.
 """
 
 from __future__ import annotations
@@ -76,13 +76,12 @@ def gumbel(seeds: Sequence[int], positions: Sequence[int], vocabulary: int, devi
 
 def choose_torch(logits: torch.Tensor, temperatures: Sequence[float], seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
     """The rule in torch, on any device; see the module's docstring and `Choose`."""
-    scores = logits
+    scores = torch.where(logits.isnan(), -torch.inf, logits)  # a number that is none is never the best
     drawn = [i for i, temperature in enumerate(temperatures) if temperature > 0]
     if drawn:
-        scores = logits.clone()
         noise = gumbel([seeds[i] for i in drawn], [positions[i] for i in drawn], logits.shape[1], logits.device)
         scales = torch.tensor([temperatures[i] for i in drawn], dtype=torch.float32, device=logits.device).unsqueeze(1)
-        scores[drawn] = logits[drawn] / scales + noise
+        scores[drawn] = scores[drawn] / scales + noise
     best = scores.max(dim=1, keepdim=True).values
     ids = torch.arange(scores.shape[1], device=scores.device)
     chosen: list[int] = torch.where(scores == best, ids, scores.shape[1]).min(dim=1).values.tolist()

@@ -165,7 +165,7 @@ def shaped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def contents(decoder: Decoder, text: Text) -> torch.Tensor:
     """The keys and values of every layer in a text's blocks, in the text's order."""
     assert isinstance(decoder, NativeDecoder | TorchDecoder)
-    cache = decoder.cache if isinstance(decoder, NativeDecoder) else decoder.cache.blocks
+    cache = decoder.cache if isinstance(decoder, NativeDecoder) else decoder.cache.pool
     return cache[:, :, text.table]
 
 

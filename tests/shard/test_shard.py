@@ -100,7 +100,7 @@ def test_a_layer_runs_once_for_a_token_that_survives(speculation: Sequence[Any],
         ({}, 2, [("draft", 1, 0), ("check", 1, 2), ("full", 2, 4)]),
         ({"exits": {"check": 2}}, 32, [("draft", 2, 0), ("check", 2, 2), ("full", 32, 4)]),
         ({"exits": {"draft": 20}}, 32, [("draft", 20, 0), ("check", 20, 2), ("full", 32, 4)]),
-        ({"method": "plain", "exits": {"draft": 99}}, 32, [("full", 32, 0)]),
+        ({"method": "plain", "exits": {"draft": 9}}, 32, [("full", 32, 0)]),
         ({"method": "single", "draft_tokens": 5}, 32, [("draft", 4, 0), ("full", 32, 5)]),
         ({"exits": {"draft": 8, "check": 8}, "window": 6}, 8, [("draft", 8, 0), ("check", 8, 2), ("full", 8, 6)]),
     ],
@@ -114,6 +114,7 @@ def test_levels_follow_the_settings(speculation: dict[str, Any], layers: int, le
     ("speculation", "words"),
     [
         ({"exits": {"draft": 9}}, r"speculation.exits.draft is 9; it must be from 1 to 8"),
+        ({"method": "plain", "exits": {"draft": 9}}, r"speculation.exits.draft is 9; it must be from 1 to 8"),
         ({"exits": {"draft": 3, "check": 9}}, r"speculation.exits.check is 9; it must be from 3 .* to 8"),
         ({"method": "single", "exits": {"draft": 9}}, r"speculation.exits.draft is 9; it must be from 1 to 8"),
     ],
@@ -133,7 +134,8 @@ def test_settings_that_do_not_fit_are_refused_by_name(tiny_folder: Path) -> None
     for tree, words in (
         ({"model": {**path, "max_model_len": 4096}}, r"model.max_model_len is 4096; .* from 1 to 512"),
         ({"model": path, "cache": {"memory_gib": 1e-6}}, r"cache.memory_gib is 1e-06"),
-        ({"model": {**path, "device": "cuda", "kernels": "native"}}, r"model.device is 'cuda'"),
+        ({"model": {**path, "device": "cuda", "kernels": "native"}}, r"model.kernels is 'native' and model.device is 'cuda'"),
+        ({"model": path, "cache": {"blocks": 10**12}}, r"a cache of 1000000000000 blocks, .* do not fit into memory"),
         ({"model": {"path": "/nowhere"}}, r"model.path is '/nowhere'"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -149,6 +151,7 @@ def test_the_pool_fills_the_memory_it_may_have(tiny_folder: Path) -> None:
     settings = settings_of({"path": str(tiny_folder), "threads": 1}).model_dump()
     settings["cache"] |= {"blocks": None, "memory_gib": 0.01}
     llm = LLM(settings)
-    block = 2 * 8 * 2 * 8 * 16 * 2  # keys and values, layers, heads, head, positions, bytes
+    block = 2 * 8 * 2 * 16 * 16 * 2  # keys and values, layers, heads, head (8, padded to 16), positions, bytes
     assert llm.engine.pool.blocks == int(0.01 * 2**30) // block
+    assert llm.engine.executor.shard.decoder.cache.nbytes == llm.engine.executor.shard.cache_bytes  # type: ignore[attr-defined]
     assert isinstance(llm.engine.executor.shard, Shard)

@@ -174,3 +174,11 @@ def test_levels_share_the_noise() -> None:
     distance = float((p - q).abs().sum(-1).mean() / 2)
     assert agreed / 500 > (1 - distance) / (1 + distance) - 0.03
     assert agreed / 500 > 2 * float((p * q).sum(-1).mean())
+
+
+@both
+def test_what_is_no_number_is_never_chosen_where_there_are_numbers(choose) -> None:  # type: ignore[no-untyped-def]
+    logits = torch.full((3, 300), torch.nan)
+    logits[0, 7], logits[1, 299] = 1.0, -5.0
+    for temperature in (0.0, 0.8):
+        assert choose(logits, [temperature] * 3, [1] * 3, [2] * 3) == [7, 299, 0]  # and an id of the vocabulary at any rate
