@@ -176,7 +176,7 @@ def test_levels_share_the_noise() -> None:
     assert agreed / 500 > 2 * float((p * q).sum(-1).mean())
 
 
-@both
+@BOTH
 def test_what_is_no_number_is_never_chosen_where_there_are_numbers(choose) -> None:  # type: ignore[no-untyped-def]
     logits = torch.full((3, 300), torch.nan)
     logits[0, 7], logits[1, 299] = 1.0, -5.0
