@@ -31,6 +31,10 @@ class QueueFullError(RuntimeError):
     """The waiting queue is at its bound; the caller may try again later."""
 
 
+class EngineDeadError(RuntimeError):
+    """The engine's thread ended on an error; the message is that error's."""
+
+
 class FinishReason(StrEnum):
     """Why a sequence ended, in OpenAI's words."""
 

@@ -11,11 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from hispec_ray.config import Settings
 from hispec_ray.engine.engine import Engine
-from hispec_ray.request import GenerationRequest, TokenDelta
-
-
-class EngineDeadError(RuntimeError):
-    """The engine's thread ended on an error; the message is that error's."""
+from hispec_ray.request import EngineDeadError, GenerationRequest, TokenDelta
 
 
 class _Mailbox:

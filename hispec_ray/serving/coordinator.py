@@ -6,16 +6,14 @@ import asyncio
 import itertools
 import logging
 import math
-import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any, Protocol
 
 from hispec_ray.config import Settings
-from hispec_ray.request import FinishReason, GenerationRequest, QueueFullError, RequestError, TokenDelta, choice_seed
-from hispec_ray.serving.answers import SERVER_FAILURE, Delta, Failure, Item, Started
+from hispec_ray.request import EngineDeadError, GenerationRequest, QueueFullError, RequestError, TokenDelta, choices_of
+from hispec_ray.serving.answers import NOT_READY, SERVER_FAILURE, Delta, Failure, Item, Started
 from hispec_ray.serving.protocol import Job
 
 logger = logging.getLogger("ray.serve")
@@ -50,7 +48,8 @@ class Coordinator:
         self._engine: StreamingEngine | None = None
         self._engine = load(settings)
         self._interval = settings.server.stream_interval_ms / 1000
-        # A tokenizer may be used by one thread at a time.
+        self._most = settings.scheduler.max_queued
+        # A long prompt takes a while to encode, and the event loop must not wait for it.
         self._tokenizing = ThreadPoolExecutor(1, "hispec-tokenizer")
 
     @property
@@ -62,11 +61,17 @@ class Coordinator:
     async def generate(self, job: Job) -> AsyncGenerator[Item]:
         """Send Started once the first tokens are there, then deltas until every choice has ended; at any point a Failure, as the last.
 
+        Where the job is no stream, the first tokens are sent with the first end.
         Choices are numbered prompt by prompt. Leaving the iterator early frees what the job holds within a step.
         """
         try:
             prompts = await asyncio.get_running_loop().run_in_executor(self._tokenizing, self.tokenize, job)
             requests = _requests(job, prompts)
+            if len(requests) > self._most:
+                raise RequestError(
+                    f"{len(prompts)} prompts with n {job.params.n} make {len(requests)} sequences; at most {self._most} may wait at once",
+                    "n" if job.params.n > 1 else "prompt",
+                )
             index = {request.id: number for number, request in enumerate(requests)}
             started = False
             async with aclosing(self.engine.generate(requests, self._interval if job.stream else math.inf)) as steps:  # type: ignore[type-var]
@@ -74,14 +79,14 @@ class Coordinator:
                     if not started:
                         started = True
                         yield Started([len(prompt) for prompt in prompts])
-                    if any(delta.finish_reason is FinishReason.ABORT for delta in deltas):
-                        yield Failure(503, "The server ended this answer early")
-                        return
                     yield _merged(index, deltas)
         except RequestError as error:
             yield Failure(400, error.message, param=error.field, code=error.code)
         except QueueFullError as error:
             yield Failure(429, f"The server is busy: {error}", code="rate_limit_exceeded", headers={"Retry-After": "1"})
+        except EngineDeadError as error:
+            logger.error("job %s ended: %s", job.id, error)
+            yield NOT_READY
         except Exception:
             logger.exception("job %s failed", job.id)
             yield SERVER_FAILURE
@@ -129,10 +134,8 @@ class Coordinator:
 
 def _requests(job: Job, prompts: Sequence[Sequence[int]]) -> list[GenerationRequest]:
     """One sequence for each choice of each prompt. Prompts of one job share their seeds, as if each had been sent alone."""
-    seed = secrets.randbits(63) if job.params.seed is None else job.params.seed
-    params = [replace(job.params, n=1, seed=choice_seed(seed, choice)) for choice in range(job.params.n)]
-    pairs = itertools.product(map(tuple, prompts), params)
-    return [GenerationRequest(f"{job.id}-{number}", prompt, param) for number, (prompt, param) in enumerate(pairs)]
+    pairs = itertools.product(map(tuple, prompts), choices_of(job.params))
+    return [GenerationRequest(f"{job.id}-{number}", prompt, params) for number, (prompt, params) in enumerate(pairs)]
 
 
 def _merged(index: Mapping[str, int], deltas: Sequence[TokenDelta]) -> list[Delta]:

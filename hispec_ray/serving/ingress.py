@@ -131,7 +131,7 @@ async def respond(coordinator: JobRunner, call: Call) -> Response:
     except BaseException:
         await items.aclose()
         raise
-    if call.stream:
+    if call.job.stream:
         return EventStream(_events(call, started, items), items)
     async with aclosing(items):
         return await _whole(call, started, items)

@@ -15,8 +15,6 @@ from hispec_ray.serving.answers import Answer, ChatAnswer, CompletionAnswer, Fai
 
 COMPLETION_TOKENS = 16
 """OpenAI's max_tokens for a completion that names none."""
-MAX_SEQUENCES = 2048
-"""Most sequences (prompts times n) of one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,6 @@ class Call:
 
     job: Job
     answer: Answer
-    stream: bool
     include_usage: bool
     fields: Mapping[str, str] = field(default_factory=dict)
 
@@ -211,10 +208,8 @@ def read_completion(raw: bytes, model: str) -> Call:
     if body.best_of is not None and body.best_of != params.n:
         raise _refused("best_of", f"best_of is {body.best_of} and n is {params.n}; this server offers best_of only where it equals n")
     prompts: Sequence[Any] = body.prompt if _form(body.prompt) in ("~texts", "~lists") else [body.prompt]
-    if len(prompts) * params.n > MAX_SEQUENCES:
-        raise _refused("prompt", f"{len(prompts)} prompts with n {params.n} are too many; their product must be at most {MAX_SEQUENCES}")
     answer = CompletionAnswer(model)
-    return Call(Job(answer.id, params, prompts=prompts, stream=bool(body.stream)), answer, bool(body.stream), _include_usage(body))
+    return Call(Job(answer.id, params, prompts=prompts, stream=bool(body.stream)), answer, _include_usage(body))
 
 
 def read_chat(raw: bytes, model: str) -> Call:
@@ -240,7 +235,7 @@ def read_chat(raw: bytes, model: str) -> Call:
     answer = ChatAnswer(model)
     plain = [message.plain() for message in body.messages]
     job = Job(answer.id, _params(body, limit, fields), messages=plain, stream=bool(body.stream))
-    return Call(job, answer, bool(body.stream), _include_usage(body), fields)
+    return Call(job, answer, _include_usage(body), fields)
 
 
 def _json_object(raw: bytes) -> dict[str, Any]:

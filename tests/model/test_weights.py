@@ -404,3 +404,33 @@ def test_the_default_model_equals_transformers_own_reading(default: ModelSource)
     assert all(torch.equal(tensors[name], value) for name, value in expected.items())
     values = gguf.GGUFReader(file).fields
     assert default.tokenizer().chat_template == values["tokenizer.chat_template"].contents()
+
+
+def damage(folder: Path, kind: str) -> None:
+    if kind == "truncated tensors":
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:1000])
+    elif kind == "empty index":
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text("{}")
+    elif kind == "no heads":
+        config = json.loads((folder / "config.json").read_text()) | {"num_attention_heads": 0}
+        config.pop("head_dim", None)
+        (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("kind", ["truncated tensors", "empty index", "no heads"])
+def test_a_damaged_checkpoint_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+    make_checkpoint(tmp_path, "llama3")
+    damage(tmp_path, kind)
+    with pytest.raises(ValueError, match=r"model.path is '.*': ") as refused:
+        open_model(str(tmp_path)).weights(torch.float32)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_truncated_gguf_file_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF\x03\x00\x00\x00" + b"\x00" * 4)
+    with pytest.raises(ValueError, match=r"model.path is '.*model.gguf': ") as refused:
+        open_model(str(path))
+    assert "\n" not in str(refused.value)

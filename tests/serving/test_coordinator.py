@@ -169,3 +169,16 @@ def test_what_gathered_for_a_choice_is_one_delta() -> None:
             yield gathered
 
     assert items(Gathering(), job("a", n=2))[1:] == [[(0, "Hello, world", 12, "stop"), (1, "Hello, world", 12, "stop")]]
+
+
+def test_a_job_that_could_never_wait_is_refused_for_good() -> None:
+    settings = Settings.model_validate({"scheduler": {"max_queued": 3}})
+
+    async def collect(job: Job) -> list[Item]:
+        return [item async for item in Coordinator(settings, load=lambda settings: FakeEngine()).generate(job)]
+
+    (refusal,) = asyncio.run(collect(job("a", "b", n=2)))
+    assert isinstance(refusal, Failure)
+    assert (refusal.status, refusal.param) == (400, "n")
+    assert "2 prompts with n 2 make 4 sequences; at most 3" in refusal.message
+    assert isinstance(asyncio.run(collect(job("a", n=3)))[0], Started)
