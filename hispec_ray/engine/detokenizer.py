@@ -34,6 +34,8 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._special = frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)  # fast tokenizers: the same text without the wrapper's cost
+        self._silent: dict[int, bool] = {}
         self._bytes = self._fallback_bytes()
 
     def stream(self, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> TextStream:
@@ -45,12 +47,20 @@ class Detokenizer:
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of token_ids decoded together, without special tokens."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str
+        if self._backend is not None:
+            text = self._backend.decode(token_ids, skip_special_tokens=True)
+        else:
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     def silent(self, token_id: int) -> bool:
         """Whether the token never has a text: a special token, or padding of the model's vocabulary that the tokenizer does not know."""
-        return token_id in self._special or self._tokenizer.convert_ids_to_tokens(token_id) is None
+        known = self._silent.get(token_id)
+        if known is None:
+            known = token_id in self._special or self._tokenizer.convert_ids_to_tokens(token_id) is None
+            self._silent[token_id] = known
+        return known
 
     def byte(self, token_id: int) -> bytes | None:
         """Return the byte that a byte-fallback token such as ``<0xE2>`` stands for; None for every other token."""

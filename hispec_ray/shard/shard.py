@@ -79,7 +79,6 @@ class Shard:
             ) from error
         self._round = Round(self.decoder, self.levels, choose)
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one round; see `Round.run`."""
         return self._round.run(plan)

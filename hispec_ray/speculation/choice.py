@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from hispec_ray.native import library
@@ -94,18 +93,16 @@ def choose_native(threads: int) -> Choose:
     Raises NativeUnavailableError where the kernels cannot be built.
     """
     kernel = library.load().hispec_choose
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    kernel.argtypes = (pointer, number, number, pointer, pointer, pointer, number, pointer)
 
     def choose(logits: torch.Tensor, temperatures: Sequence[float], seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
         rows, vocabulary = logits.shape
-        scales = np.array(temperatures, dtype=np.float32)
-        keys, places = np.array(seeds, dtype=np.int64), np.array(positions, dtype=np.int64)
-        chosen = np.empty(rows, dtype=np.int64)
-        kernel(
-            ctypes.c_void_p(logits.data_ptr()), ctypes.c_int64(rows), ctypes.c_int64(vocabulary),
-            *(ctypes.c_void_p(part.ctypes.data) for part in (scales, keys, places)),
-            ctypes.c_int64(threads), ctypes.c_void_p(chosen.ctypes.data),
-        )  # fmt: skip
-        ids: list[int] = chosen.tolist()
+        scales = torch.tensor(temperatures, dtype=torch.float32)
+        words = torch.tensor((seeds, positions, positions))  # the last line is written over with the choices
+        at, line = words.data_ptr(), 8 * rows
+        kernel(logits.data_ptr(), rows, vocabulary, scales.data_ptr(), at, at + line, threads, at + 2 * line)
+        ids: list[int] = words[2].tolist()
         return ids
 
     return choose

@@ -191,15 +191,17 @@ class Round:
         tokens: list[int] = []
         positions: list[int] = []
         lines: list[int] = []
-        for s, start in zip(states, starts, strict=True):
-            known = len(s.tokens)
-            tokens += s.tokens[start:]
-            positions += range(s.plan.start + start, s.plan.start + known)
-            lines += [s.line] * (known - start)
-        position, line = np.array(positions, dtype=np.int64), np.array(lines, dtype=np.int64)
+        slots: list[int] = []
         size = self._model.block_size
-        slots = self._tables[line, position // size] * size + position % size
-        return Rows(np.array(tokens, dtype=np.int64), position, line, self._tables, slots, np.arange(len(tokens), dtype=np.int64))
+        for s, start in zip(states, starts, strict=True):
+            known, blocks = len(s.tokens), s.plan.blocks
+            place = range(s.plan.start + start, s.plan.start + known)
+            tokens += s.tokens[start:]
+            positions += place
+            lines += [s.line] * len(place)
+            slots += [blocks[p // size] * size + p % size for p in place]
+        columns = np.array((tokens, positions, lines, slots, range(len(tokens))), dtype=np.int64)
+        return Rows(columns[0], columns[1], columns[2], self._tables, columns[3], columns[4])
 
 
 def _join(fresh: torch.Tensor, segment: int, starts: list[int], states: list[_Sequence]) -> torch.Tensor:
