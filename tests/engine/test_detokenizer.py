@@ -222,7 +222,9 @@ def test_character_begun_by_the_prompt_belongs_to_the_answer_that_completes_it(k
 
 def test_long_answers_cost_no_more_per_token() -> None:
     class Counting:
-        """A tokenizer that records how many tokens each decode call is given."""
+        """A tokenizer without a backend of its own, that records how many tokens each decode call is given."""
+
+        backend_tokenizer = None
 
         def __init__(self) -> None:
             self.lengths: list[int] = []
