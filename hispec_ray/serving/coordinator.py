@@ -55,7 +55,7 @@ class Coordinator:
     @property
     def engine(self) -> StreamingEngine:
         if self._engine is None:
-            raise RuntimeError("the engine has been closed")
+            raise EngineDeadError("the engine has been closed")
         return self._engine
 
     async def generate(self, job: Job) -> AsyncGenerator[Item]:
@@ -65,13 +65,10 @@ class Coordinator:
         Choices are numbered prompt by prompt. Leaving the iterator early frees what the job holds within a step.
         """
         try:
+            self._check_size(job)
+            self.engine.check_health()
             prompts = await asyncio.get_running_loop().run_in_executor(self._tokenizing, self.tokenize, job)
             requests = _requests(job, prompts)
-            if len(requests) > self._most:
-                raise RequestError(
-                    f"{len(prompts)} prompts with n {job.params.n} make {len(requests)} sequences; at most {self._most} may wait at once",
-                    "n" if job.params.n > 1 else "prompt",
-                )
             index = {request.id: number for number, request in enumerate(requests)}
             started = False
             async with aclosing(self.engine.generate(requests, self._interval if job.stream else math.inf)) as steps:  # type: ignore[type-var]
@@ -90,6 +87,17 @@ class Coordinator:
         except Exception:
             logger.exception("job %s failed", job.id)
             yield SERVER_FAILURE
+
+    def _check_size(self, job: Job) -> None:
+        """Raise RequestError for a job that not even an empty queue could take: coming back later would not help."""
+        prompts = 1 if job.messages else len(job.prompts)
+        sequences = prompts * job.params.n
+        if sequences > self._most:
+            raise RequestError(
+                f"{prompts} prompt{'s' if prompts > 1 else ''} with n {job.params.n} make {sequences} sequences; "
+                f"at most {self._most} may wait at once",
+                "prompt" if prompts > self._most else "n",
+            )
 
     def tokenize(self, job: Job) -> list[list[int]]:
         """Return the token ids of each prompt; a chat is one. Raises RequestError where a chat template is missing or refuses."""

@@ -14,18 +14,22 @@ from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 from ray import serve
+from ray.exceptions import NodeDiedError, RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hispec_ray.serving.answers import SERVER_FAILURE, Failure, Item, RequestFailed, Started, error, usage
+from hispec_ray.serving.answers import NOT_READY, SERVER_FAILURE, Failure, Item, RequestFailed, Started, error, usage
 from hispec_ray.serving.protocol import Call, ChatBody, CompletionBody, GenerationBody, Job, read_chat, read_completion, unknown_model
 
 logger = logging.getLogger("ray.serve")
 
 HEALTH_TIMEOUT_S = 5.0
 """How long a coordinator may take to say that it is well."""
+REPLICA_GONE = (RayActorError, NodeDiedError, ReplicaUnavailableError, DeploymentUnavailableError, BackPressureError)
+"""What Ray raises where a replica has died, is being replaced or cannot be reached: the same request may be answered later."""
 _REFERENCE = "#/components/schemas/{model}"
 
 
@@ -45,13 +49,17 @@ class RemoteCoordinator:
         self._stream = handle.options(stream=True)
 
     async def generate(self, job: Job) -> AsyncGenerator[Item]:
-        """Leaving the iterator early cancels the job. Raises Ray's errors where the replica dies."""
+        """Leaving the iterator early cancels the job. Where the replica dies, the last item is a Failure that says to come back."""
         items = self._stream.generate.remote(job)
         ended = False
         try:
             async for item in items:
                 yield item
             ended = True
+        except REPLICA_GONE as problem:
+            logger.warning("job %s lost its coordinator: %r", job.id, problem)
+            ended = True
+            yield NOT_READY
         finally:
             if not ended:
                 items.cancel()

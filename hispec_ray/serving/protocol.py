@@ -84,6 +84,7 @@ Temperature = Annotated[float, WithJsonSchema({"type": "number", "minimum": 0, "
 Seed = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0, "maximum": MAX_SEED})]
 Choices = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1, "maximum": 128})]
 MaxTokens = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
+ChatTokens = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1})]
 _STOP_TEXT = {"type": "string", "minLength": 1}
 Stop = Annotated[
     Annotated[Text, Tag("~one")] | Annotated[list[Text], Tag("~texts")],
@@ -178,8 +179,8 @@ class ChatBody(GenerationBody):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: MaxTokens | None = None
-    max_completion_tokens: MaxTokens | None = None
+    max_tokens: ChatTokens | None = None
+    max_completion_tokens: ChatTokens | None = None
     """The newer name of max_tokens."""
 
 

@@ -296,7 +296,9 @@ def test_oldest_sequence_always_progresses(blocks: int) -> None:
 def test_what_the_pool_could_never_hold_is_refused_with_the_numbers() -> None:
     scheduler = Scheduler(BlockPool(4, SIZE, True), 2, 8, 10, 3)
     scheduler.add(Sequence(0, "fits", [1], 17, 0.0, 0))  # the last token's row is never run
-    with pytest.raises(RequestError, match=r"max_tokens is 17 after a prompt of 1 tokens.*18 in all.*5 cache blocks.*at most 17") as error:
+    with pytest.raises(
+        RequestError, match=r"a prompt of 1 tokens and an answer of 17 need 5 cache blocks.*has 4.*at most 17 tokens"
+    ) as error:
         scheduler.add(Sequence(1, "long", [1], 18, 0.0, 0))
     assert error.value.field == "max_tokens"
     with pytest.raises(RequestError) as error:

@@ -349,9 +349,10 @@ def test_a_full_queue_refuses_and_loses_nothing(engine: Engine) -> None:
     assert_clean(engine)
 
 
-def test_a_request_needs_a_seed(engine: Engine) -> None:
-    with pytest.raises(ValueError, match="no seed"):
-        engine.add(request("a", seed=None))
+def test_a_request_needs_a_seed_and_is_one_choice(engine: Engine) -> None:
+    for params in ({"seed": None}, {"n": 2}):
+        with pytest.raises(ValueError, match=r"request 'a' has seed .* and n "):
+            engine.add(request("a", **params))
     assert_clean(engine)
 
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from hispec_ray.config import DEFAULT_MODEL
+from hispec_ray.model import gguf as conversion
 from hispec_ray.model import weights
 from hispec_ray.model.architecture import Architecture, check_exits, rope_tables
 from hispec_ray.model.weights import ModelSource, open_model
@@ -263,6 +264,67 @@ def test_a_wrong_path_says_what_is_valid(tmp_path: Path, monkeypatch: pytest.Mon
     refuse("nobody/no-such-model-here", "as a Hugging Face id it could not be fetched")
 
 
+def refused(path: Path, words: str, *, when_read: bool = False) -> None:
+    """Opening `path`, or reading its tensors, must fail with one line that names model.path and matches `words`."""
+    source = open_model(str(path)) if when_read else None
+    with pytest.raises(ValueError, match=words) as caught:
+        source.weights(torch.float32) if source else open_model(str(path))
+    assert str(caught.value).startswith(f"model.path is {str(path)!r}: ")
+    assert "\n" not in str(caught.value)
+
+
+# nothing, in the header, in the first fields, in the vocabulary, in the tensors
+@pytest.mark.parametrize("kept", [0, 12, 300, 3000, -100_000, -100])
+def test_a_truncated_gguf_file_is_refused_in_one_line(tmp_path: Path, cache: Path, kept: int) -> None:
+    file = make_gguf(tmp_path / "tiny.gguf", make_checkpoint(tmp_path / "model", "smollm"))
+    file.write_bytes(file.read_bytes()[:kept])
+    refused(file, r"tiny\.gguf is not a whole GGUF file: ")
+    assert list(cache.iterdir()) == []
+
+
+def test_a_gguf_file_without_an_architecture_is_refused_in_one_line(tmp_path: Path, cache: Path) -> None:
+    file = make_gguf(tmp_path / "tiny.gguf", make_checkpoint(tmp_path / "model", "smollm"))
+    whole = file.read_bytes()
+    assert whole.count(b"general.architecture") == 1
+    file.write_bytes(whole.replace(b"general.architecture", b"general.architectur_"))
+    refused(file, "general.architecture is None; supported: one of llama, qwen2, qwen3")
+
+
+@pytest.mark.parametrize("index", ["{}", "[]", "{", '{"weight_map": [1]}', '{"weight_map": {"model.norm.weight": 1}}'])
+def test_an_index_without_its_map_is_refused_in_one_line(tmp_path: Path, index: str) -> None:
+    folder = make_checkpoint(tmp_path, "smollm")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(index)
+    refused(folder, r"model\.safetensors\.index\.json is not a JSON object with a weight_map")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_attention_heads_are_refused_in_one_line(tmp_path: Path, family: str) -> None:
+    folder = make_checkpoint(tmp_path, family)
+    config = json.loads((folder / "config.json").read_text()) | {"num_attention_heads": 0}
+    config.pop("head_dim", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    refused(folder, r"config\.json has a value that cannot be \(ZeroDivisionError|num_attention_heads is 0; supported")
+
+
+@pytest.mark.parametrize("kept", [4, 100, -4])  # in the header's length, in the header, in the last tensor
+def test_a_truncated_safetensors_file_is_refused_in_one_line(tmp_path: Path, kept: int) -> None:
+    file = make_checkpoint(tmp_path, "smollm") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    refused(tmp_path, r"model\.safetensors is not a whole safetensors file: ", when_read=True)
+
+
+def test_no_home_folder_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = make_gguf(tmp_path / "tiny.gguf", make_checkpoint(tmp_path / "model", "smollm"))
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    refused(file, "Could not determine home directory")
+
+
 @pytest.mark.parametrize("family", ["llama2", "smollm", "qwen2", "qwen3"])
 def test_a_gguf_file_gives_the_tensors_it_was_made_from(family: str, tmp_path: Path, cache: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", family)
@@ -299,7 +361,7 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path, cache: Path, monkeypatch:
 
 def test_a_large_gguf_file_becomes_several_files(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_checkpoint(tmp_path / "model", "smollm")
-    monkeypatch.setattr(weights, "_SHARD_BYTES", 100_000)
+    monkeypatch.setattr(conversion, "_SHARD_BYTES", 100_000)
     source = open_model(str(make_gguf(tmp_path / "tiny.gguf", folder)))
     assert len(list(source.folder.glob("model-*.safetensors"))) > 2
     expected, tensors = open_model(str(folder)).weights(torch.float32), source.weights(torch.float32)
@@ -404,33 +466,3 @@ def test_the_default_model_equals_transformers_own_reading(default: ModelSource)
     assert all(torch.equal(tensors[name], value) for name, value in expected.items())
     values = gguf.GGUFReader(file).fields
     assert default.tokenizer().chat_template == values["tokenizer.chat_template"].contents()
-
-
-def damage(folder: Path, kind: str) -> None:
-    if kind == "truncated tensors":
-        path = folder / "model.safetensors"
-        path.write_bytes(path.read_bytes()[:1000])
-    elif kind == "empty index":
-        (folder / "model.safetensors").unlink()
-        (folder / "model.safetensors.index.json").write_text("{}")
-    elif kind == "no heads":
-        config = json.loads((folder / "config.json").read_text()) | {"num_attention_heads": 0}
-        config.pop("head_dim", None)
-        (folder / "config.json").write_text(json.dumps(config))
-
-
-@pytest.mark.parametrize("kind", ["truncated tensors", "empty index", "no heads"])
-def test_a_damaged_checkpoint_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
-    make_checkpoint(tmp_path, "llama3")
-    damage(tmp_path, kind)
-    with pytest.raises(ValueError, match=r"model.path is '.*': ") as refused:
-        open_model(str(tmp_path)).weights(torch.float32)
-    assert "\n" not in str(refused.value)
-
-
-def test_a_truncated_gguf_file_is_refused_in_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"GGUF\x03\x00\x00\x00" + b"\x00" * 4)
-    with pytest.raises(ValueError, match=r"model.path is '.*model.gguf': ") as refused:
-        open_model(str(path))
-    assert "\n" not in str(refused.value)

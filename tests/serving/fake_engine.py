@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from hispec_ray.request import FinishReason, GenerationRequest, QueueFullError, RequestError, TokenDelta
+from hispec_ray.request import EngineDeadError, FinishReason, GenerationRequest, QueueFullError, RequestError, TokenDelta
 
 VOCABULARY = 1000
 CONTEXT = 100
@@ -31,7 +31,10 @@ class FakeTokenizer:
 
 
 class FakeEngine:
-    """Speaks like AsyncEngine. `gate`, where set, is awaited before each step after the first; `full` and `dies_after` make it fail."""
+    """Speaks like AsyncEngine.
+
+    `gate`, where set, is awaited before each step after the first; `full` makes it refuse, `dies_after` a step makes it raise `death`.
+    """
 
     def __init__(self, script: Script = lambda request: ["Hello", ", ", "world"]) -> None:
         self.script = script
@@ -41,6 +44,7 @@ class FakeEngine:
         self.gate: asyncio.Event | None = None
         self.full = False
         self.dies_after: int | None = None
+        self.death: Exception = RuntimeError("a secret of the engine")
         self.requests: list[GenerationRequest] = []
         self.running: set[str] = set()
         self.aborted: set[str] = set()
@@ -74,7 +78,7 @@ class FakeEngine:
                     await self.gate.wait()
                 await asyncio.sleep(0)
                 if step == self.dies_after:
-                    raise RuntimeError("a secret of the engine")
+                    raise self.death
                 deltas = [pieces.pop(0) for pieces in left.values()]
                 left = {id: pieces for id, pieces in left.items() if pieces}
                 self.running &= left.keys()
@@ -96,7 +100,7 @@ class FakeEngine:
 
     def check_health(self) -> None:
         if self.closed:
-            raise RuntimeError("the engine has been closed")
+            raise EngineDeadError("the engine has been closed")
 
     def close(self) -> None:
         self.closed = True

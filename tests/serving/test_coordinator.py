@@ -13,8 +13,8 @@ import pytest
 from fake_engine import CONTEXT, FakeEngine
 
 from hispec_ray.config import Settings
-from hispec_ray.request import MAX_SEED, GenerationRequest, SamplingParams, TokenDelta, choice_seed
-from hispec_ray.serving.answers import Failure, Item, Started
+from hispec_ray.request import MAX_SEED, EngineDeadError, GenerationRequest, SamplingParams, TokenDelta, choice_seed
+from hispec_ray.serving.answers import NOT_READY, Failure, Item, Started
 from hispec_ray.serving.coordinator import Coordinator
 from hispec_ray.serving.protocol import Job
 
@@ -111,13 +111,18 @@ def test_a_full_queue_asks_to_come_back() -> None:
     assert (failure.status, failure.headers) == (429, {"Retry-After": "1"})
 
 
+@pytest.mark.parametrize(
+    ("death", "status", "headers"), [(RuntimeError("a secret"), 500, {}), (EngineDeadError("a secret"), 503, {"Retry-After": "10"})]
+)
 @pytest.mark.parametrize("dies_after", [0, 1])
-def test_an_engine_that_dies_ends_the_job_without_telling_why(dies_after: int) -> None:
+def test_an_engine_that_fails_ends_the_job_without_telling_why(
+    dies_after: int, death: Exception, status: int, headers: dict[str, str]
+) -> None:
     engine = FakeEngine()
-    engine.dies_after = dies_after
+    engine.dies_after, engine.death = dies_after, death
     failure = items(engine, job("a"))[-1]
     assert isinstance(failure, Failure)
-    assert failure.status == 500
+    assert (failure.status, failure.headers) == (status, headers)
     assert "secret" not in failure.message
 
 
@@ -151,15 +156,20 @@ def test_health_is_the_engines() -> None:
     serving.check_health()
     serving.close()
     assert engine.closed
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(EngineDeadError, match="closed"):
         serving.check_health()
+
+    async def late() -> list[Item]:
+        return [item async for item in serving.generate(job([7]))]
+
+    assert asyncio.run(late()) == [NOT_READY]
 
 
 def test_a_stream_gathers_tokens_between_events_and_a_whole_answer_until_its_end() -> None:
-    engine = FakeEngine()
-    items(engine, job("a"))
-    items(engine, replace(job("a"), stream=False))
-    assert engine.intervals == [Settings().server.stream_interval_ms / 1000, math.inf]
+    streaming, whole = FakeEngine(), FakeEngine()
+    items(streaming, job("a"))
+    items(whole, replace(job("a"), stream=False))
+    assert (streaming.intervals, whole.intervals) == ([Settings().server.stream_interval_ms / 1000], [math.inf])
 
 
 def test_what_gathered_for_a_choice_is_one_delta() -> None:
@@ -174,11 +184,23 @@ def test_what_gathered_for_a_choice_is_one_delta() -> None:
 def test_a_job_that_could_never_wait_is_refused_for_good() -> None:
     settings = Settings.model_validate({"scheduler": {"max_queued": 3}})
 
-    async def collect(job: Job) -> list[Item]:
-        return [item async for item in Coordinator(settings, load=lambda settings: FakeEngine()).generate(job)]
+    async def collect(job: Job, full: bool = True) -> list[Item]:
+        engine = FakeEngine()
+        engine.full = full
+        return [item async for item in Coordinator(settings, load=lambda settings: engine).generate(job)]
 
-    (refusal,) = asyncio.run(collect(job("a", "b", n=2)))
-    assert isinstance(refusal, Failure)
-    assert (refusal.status, refusal.param) == (400, "n")
-    assert "2 prompts with n 2 make 4 sequences; at most 3" in refusal.message
-    assert isinstance(asyncio.run(collect(job("a", n=3)))[0], Started)
+    chat = [{"role": "user", "content": "Hey"}]
+    for asked, param, message in (
+        (job("a", "b", n=2), "n", "2 prompts with n 2 make 4 sequences; at most 3"),
+        (job("a", "b", "c", "d"), "prompt", "4 prompts with n 1 make 4 sequences; at most 3"),
+        (job("a", "b", "c", "d", n=2), "prompt", "4 prompts with n 2 make 8 sequences; at most 3"),
+        (job(messages=chat, n=4), "n", "1 prompt with n 4 make 4 sequences; at most 3"),
+    ):
+        (refusal,) = asyncio.run(collect(asked))
+        assert isinstance(refusal, Failure)
+        assert (refusal.status, refusal.param) == (400, param)
+        assert message in refusal.message
+    (full,) = asyncio.run(collect(job("a", n=3)))
+    assert isinstance(full, Failure)
+    assert full.status == 429
+    assert isinstance(asyncio.run(collect(job("a", n=3), full=False))[0], Started)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from fake_engine import CONTEXT, FakeEngine
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from hispec_ray.config import Settings
-from hispec_ray.serving.answers import Item
+from hispec_ray.request import EngineDeadError
+from hispec_ray.serving.answers import Item, Started
 from hispec_ray.serving.coordinator import Coordinator
-from hispec_ray.serving.ingress import create_app
+from hispec_ray.serving.ingress import RemoteCoordinator, create_app
 from hispec_ray.serving.protocol import Job
 
 MODEL = "models/M"
@@ -182,31 +185,62 @@ def test_a_context_that_is_too_short_is_told_in_the_clients_words() -> None:
     assert said in assert_error(chat(messages=long), 400, "messages", "context_length_exceeded")
 
 
+@pytest.mark.parametrize(("death", "status"), [(RuntimeError("a secret"), 500), (EngineDeadError("a secret"), 503)])
 @pytest.mark.parametrize("ask", [complete, chat])
-def test_an_error_after_the_first_byte_is_the_last_event(ask: Any) -> None:
+def test_an_error_after_the_first_byte_is_the_last_event(ask: Any, death: Exception, status: int) -> None:
     engine = FakeEngine()
-    engine.dies_after = 2
+    engine.dies_after, engine.death = 2, death
     response = ask(engine, stream=True)
     assert response.status_code == 200
     *_, last = [json.loads(event.removeprefix("data: ")) for event in response.text.split("\n\n") if event]
     assert last["error"]["type"] == "server_error"
+    assert "secret" not in response.text
     assert "[DONE]" not in response.text
-    assert_error(ask(engine), 500)
+    assert_error(ask(engine), status)
 
 
 class Broken:
-    """A coordinator whose process dies, before or amid an answer."""
+    """A coordinator that raises, before or amid an answer."""
 
-    def __init__(self, *before: Item) -> None:
+    def __init__(self, *before: Item, death: Exception | None = None) -> None:
         self.before = before
+        self.death = death or ConnectionError("a secret of the cluster")
 
     async def generate(self, job: Job) -> AsyncGenerator[Item]:
         for item in self.before:
             yield item
-        raise ConnectionError("a secret of the cluster")
+        raise self.death
 
     async def health(self) -> dict[str, float]:
         raise ConnectionError("a secret of the cluster")
+
+
+class Replica(Broken):
+    """Such a coordinator behind what looks like its Serve handle."""
+
+    def options(self, stream: bool) -> Replica:
+        return self
+
+    @property
+    def generate(self) -> Any:
+        return SimpleNamespace(remote=super().generate)
+
+
+@pytest.mark.parametrize("death", [ActorDiedError(), ActorUnavailableError("a secret of the cluster", None)])
+def test_a_replica_that_dies_asks_to_come_back(death: Exception) -> None:
+    def gone(*before: Item) -> Any:
+        return create_app(RemoteCoordinator(Replica(*before, death=death)), MODEL, LIMIT)  # type: ignore[arg-type]
+
+    for stream in (False, True):
+        response = send("POST", "/v1/completions", COMPLETION | {"stream": stream}, over=gone())
+        assert "secret" not in assert_error(response, 503)
+        assert response.headers["retry-after"] == "10"
+    begun = gone(Started([2]), [(0, "Hello", 5, None)])
+    assert_error(send("POST", "/v1/completions", COMPLETION, over=begun), 503)
+    response = send("POST", "/v1/completions", COMPLETION | {"stream": True}, over=begun)
+    first, last = [json.loads(event.removeprefix("data: ")) for event in response.text.split("\n\n") if event]
+    assert first["choices"][0]["text"] == "Hello"
+    assert "not ready" in last["error"]["message"]
 
 
 def test_a_coordinator_that_is_gone_is_a_server_error() -> None:

@@ -210,3 +210,4 @@ def test_the_schemas_say_what_is_accepted() -> None:
     for body in (CompletionBody, ChatBody):
         properties = body.model_json_schema()["properties"]
         assert {"type": "number", "minimum": 0, "maximum": 2} in properties["temperature"]["anyOf"]
+        assert {"type": "integer", "minimum": int(body is ChatBody)} in properties["max_tokens"]["anyOf"]

@@ -1,4 +1,4 @@
-"""`serve run deployments/hispec.yaml` for real: Ray, the proxy, the default model in fp32, and the cases of OpenAI clients.
+"""`serve run deployments/hispec.yaml` for real: Ray, the proxy, the default model in fp32, and what OpenAI clients ask.
 
 Takes about 40 seconds, half of them for Ray and the model to start.
 """
@@ -106,7 +106,7 @@ def reasons(events: list[Any]) -> list[str]:
     return [choice["finish_reason"] for event in events for choice in event["choices"] if choice["finish_reason"]]
 
 
-def test_c01_a_stop_string_across_tokens(server: str) -> None:
+def test_a_stop_string_across_tokens(server: str) -> None:
     fields: dict[str, Any] = {"prompt": COUNTING, "max_tokens": 32, "stream_options": {"include_usage": True}}
     events = stream(server, stop=["8, 9"], **fields)
     assert "".join(pieces(events)) == " 6, 7, "
@@ -124,20 +124,20 @@ def test_c01_a_stop_string_across_tokens(server: str) -> None:
 @pytest.mark.parametrize(
     ("most", "text", "reason", "tokens"), [(11, " 6, 7, ", "stop", 11), (10, " 6, 7, 8, ", "length", 10), (12, " 6, 7, ", "stop", 11)]
 )
-def test_c02_stop_and_cap_in_one_chunk(server: str, most: int, text: str, reason: str, tokens: int) -> None:
+def test_a_stop_string_and_the_limit_in_one_chunk(server: str, most: int, text: str, reason: str, tokens: int) -> None:
     body = ask(server, prompt=COUNTING, max_tokens=most, stop=["8, 9"])
     assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == (text, reason)
     assert body["usage"]["completion_tokens"] == tokens
 
 
-def test_c03_end_of_sequence_inside_an_accepted_chunk(server: str) -> None:
+def test_the_end_of_sequence_inside_an_accepted_chunk(server: str) -> None:
     body = ask(server, "/v1/chat/completions", messages=QUESTION, max_tokens=40)
     assert body["choices"][0]["message"]["content"] == "The answer is 4."
     assert body["choices"][0]["finish_reason"] == "stop"
     assert body["usage"] == {"prompt_tokens": 42, "completion_tokens": 7, "total_tokens": 49}
 
 
-def test_c04_characters_split_across_tokens(server: str) -> None:
+def test_characters_split_across_tokens(server: str) -> None:
     emoji = "Emoji: 🎉🎉🎉🎉🎉🎉"
     found = pieces(stream(server, prompt=emoji, max_tokens=12))
     assert "".join(found) == "🎉🎉🎉🎉"
@@ -152,14 +152,14 @@ def test_c04_characters_split_across_tokens(server: str) -> None:
     assert stopped["usage"]["completion_tokens"] == 6
 
 
-def test_c05_no_tokens_and_one(server: str) -> None:
+def test_no_tokens_and_one(server: str) -> None:
     none = ask(server, prompt="The capital of France is", max_tokens=0)
     assert (none["choices"][0]["text"], none["choices"][0]["finish_reason"], none["usage"]["completion_tokens"]) == ("", "length", 0)
     one = ask(server, prompt=COUNTING, max_tokens=1)
     assert (one["choices"][0]["text"], one["usage"]["completion_tokens"]) == (" ", 1)
 
 
-def test_c06_several_choices(server: str) -> None:
+def test_several_choices(server: str) -> None:
     fields: dict[str, Any] = {"prompt": "My favourite colour is", "n": 4, "seed": 7, "temperature": 1.0, "max_tokens": 8}
     body = ask(server, **fields)
     texts = [choice["text"] for choice in body["choices"]]
@@ -175,7 +175,7 @@ def test_c06_several_choices(server: str) -> None:
     assert len({choice["text"] for choice in greedy["choices"]}) == 1
 
 
-def test_c09_usage_in_streams(server: str) -> None:
+def test_the_usage_of_a_stream(server: str) -> None:
     fields: dict[str, Any] = {"prompt": COUNTING, "max_tokens": 8}
     *events, last = stream(server, stream_options={"include_usage": True}, **fields)
     assert (last["choices"], last["usage"]) == ([], {"prompt_tokens": 14, "completion_tokens": 8, "total_tokens": 22})
@@ -184,7 +184,7 @@ def test_c09_usage_in_streams(server: str) -> None:
     assert all(event["choices"] and "usage" not in event for event in stream(server, **fields))
 
 
-def test_c10_parts_and_turns_of_a_chat(server: str) -> None:
+def test_a_chat_of_parts_and_turns(server: str) -> None:
     path = "/v1/chat/completions"
     parts = [{"role": "user", "content": [{"type": "text", "text": QUESTION[0]["content"]}]}]
     assert ask(server, path, messages=parts, max_tokens=40)["choices"][0]["message"]["content"] == "The answer is 4."
@@ -204,8 +204,8 @@ def test_the_openai_client(server: str) -> None:
         assert [model.id for model in client.models.list()] == [MODEL]
         answer = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=40)  # type: ignore[arg-type]
         assert answer.choices[0].message.content == "The answer is 4."
-        chunks = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=40, stream=True)  # type: ignore[call-overload]
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "The answer is 4."
+        chunks = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=40, stream=True)  # type: ignore[call-overload,arg-type]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "The answer is 4."  # type: ignore[union-attr]
         assert client.completions.create(model=MODEL, prompt=COUNTING, temperature=0, max_tokens=4).choices[0].text == " 6, "
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             client.models.retrieve("gpt-4")
