@@ -75,7 +75,7 @@ class SchedulerSettings(Group):
     max_batch_rows: Positive = 512
     """Most prompt tokens that one step reads."""
     max_queued: Positive = 256
-    """Sequences that may wait (each choice of a request is one); a request with more is refused with 429."""
+    """Sequences that may wait (each choice of a request is one); others are refused with 429, a request of more choices with 400."""
 
 
 class ServerSettings(Group):

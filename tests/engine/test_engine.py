@@ -185,7 +185,7 @@ def test_same_text_of_the_default_model(dtype: str, default_llm: Any) -> None:
     assert llm.engine.counts[-1].accepted > 5
 
 
-CASES = [  # the reference's cases C01 to C04: prompt, parameters, text, end, tokens
+CASES = [  # the OpenAI client cases: stop strings, caps, the end token, split characters: prompt, parameters, text, end, tokens
     ("1, 2, 3, 4, 5,", {"max_tokens": 32, "stop": ("8, 9",)}, " 6, 7, ", "stop", 11),
     ("1, 2, 3, 4, 5,", {"max_tokens": 32, "stop": ("8, 7",)}, " 6, 7, 8, 9, 10, 11, 12, 13, 14,", "length", 32),
     ("1, 2, 3, 4, 5,", {"max_tokens": 11, "stop": ("8, 9",)}, " 6, 7, ", "stop", 11),

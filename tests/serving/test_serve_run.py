@@ -235,7 +235,9 @@ def test_a_client_that_goes_away_frees_its_blocks(server: str) -> None:
     body = {"model": MODEL, "prompt": COUNTING, "max_tokens": 1500, "ignore_eos": True, "n": 2}
     wait_for(lambda: load()["running"] == 0, 10, load)
     with httpx.Client(timeout=60) as client, client.stream("POST", f"{server}/v1/completions", json=body | {"stream": True}) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # kept: an iterator that is let go closes the connection
+        first = next(lines)
+        assert "choices" in first, first
         assert load()["running"] == 2
     wait_for(lambda: load()["running"] == 0, 10, load)
     with pytest.raises(httpx.ReadTimeout):
