@@ -61,9 +61,9 @@ class CacheSettings(Group):
 
     block_size: Literal[16, 32, 64] = 16
     """Tokens a block holds."""
-    blocks: Positive | None = None
+    blocks: Annotated[int, Field(ge=1, le=2**31)] | None = None
     """Blocks in the pool; as many as memory_gib holds where unset."""
-    memory_gib: Annotated[float, Field(gt=0)] = 1.0
+    memory_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     prefix_caching: bool = True
 
 
@@ -81,9 +81,9 @@ class SchedulerSettings(Group):
 class ServerSettings(Group):
     """The HTTP side."""
 
-    max_body_mib: Annotated[float, Field(gt=0)] = 4.0
+    max_body_mib: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 4.0
     """Larger request bodies are refused with 413."""
-    stream_interval_ms: Annotated[float, Field(ge=0)] = 50.0
+    stream_interval_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 50.0
     """Time between two events of a stream, in which tokens gather; the first and the last come at once. 0 sends every step's tokens."""
 
 

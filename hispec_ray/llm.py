@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import cast
 
 from hispec_ray.config import Settings
 from hispec_ray.engine.engine import Engine
+from hispec_ray.engine.prompts import PromptEncoder
 from hispec_ray.request import FinishReason, GenerationRequest, RequestError, SamplingParams, TokenDelta, choices_of
 
 Prompt = str | Sequence[int]
@@ -54,22 +56,22 @@ class LLM:
     def __init__(self, settings: Settings | Mapping[str, object] | None = None) -> None:
         self.settings = settings if isinstance(settings, Settings) else Settings.model_validate(settings or {})
         self.engine = Engine(self.settings)
+        self._encoder = PromptEncoder(self.engine.tokenizer, self.engine.max_model_len)
         self._serial = itertools.count()
         self._sinks: dict[str, Callable[[TokenDelta], None]] = {}  # where each request's deltas go
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return token ids of a text, with the tokenizer's own special tokens; ids pass through."""
-        return tuple(self.engine.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+        """Return token ids of a text, with the tokenizer's own special tokens; ids pass through. Raises RequestError."""
+        if isinstance(prompt, str):
+            return tuple(self._encoder.text(prompt))
+        try:
+            return tuple(map(operator.index, prompt))
+        except TypeError as error:
+            raise RequestError(f"the prompt is neither a text nor whole token ids: {error}", "prompt") from error
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """Return token ids of a conversation in the model's chat template, ready for the assistant's turn.
-
-        Raises RequestError when the model has no chat template.
-        """
-        if self.engine.tokenizer.chat_template is None:
-            raise RequestError(f"{self.engine.source.name} has no chat template; give a plain prompt", "messages")
-        text = self.engine.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        return tuple(self.engine.tokenizer.encode(text, add_special_tokens=False))
+        """Return token ids of a conversation in the model's chat template, ready for the assistant's turn. Raises RequestError."""
+        return tuple(self._encoder.chat(messages))
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = DEFAULT_PARAMS
@@ -78,7 +80,7 @@ class LLM:
 
         Waits for a place where the queue is full. Raises RequestError when a prompt cannot be answered; then none is.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        single = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], (str, Sequence)))
         many = cast(list[Prompt], [prompts] if single else list(prompts))
         each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(many):

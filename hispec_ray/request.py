@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 MAX_SEED = 2**63 - 1
+LONGEST_STOP = 1024  # characters
 
 
 class RequestError(ValueError):
@@ -49,7 +50,7 @@ class SamplingParams:
     temperature: 0 is greedy; up to 2. Under 1e-5 it is taken for 0: so cold a draw is the best token anyway.
     seed: fixes the noise of the choice rule; 0 .. 2**63 - 1. None draws one when the request enters.
     max_tokens: most tokens to write; None means up to the end of the context.
-    stop: up to 16 strings; the text ends before the first that appears.
+    stop: up to 16 strings of up to 1024 characters; the text ends before the first that appears. A string stands for itself alone.
     ignore_eos: go on past the end-of-sequence token.
     n: independent choices of the same prompt, each with a seed of its own.
 
@@ -64,6 +65,14 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("seed", "max_tokens", "n"):
+            value = getattr(self, name)
+            if (value is not None or name == "n") and (not isinstance(value, int) or isinstance(value, bool)):
+                raise RequestError(f"{name} is {value!r}; it must be a whole number", name)
+        if isinstance(self.temperature, bool) or not isinstance(self.temperature, (int, float)):
+            raise RequestError(f"temperature is {self.temperature!r}; it must be a number from 0 to 2", "temperature")
         if not 0.0 <= self.temperature <= 2.0:
             raise RequestError(f"temperature is {self.temperature}; it must be from 0 to 2", "temperature")
         if self.temperature < 1e-5:  # logits divided by less could overflow
@@ -72,12 +81,19 @@ class SamplingParams:
             raise RequestError(f"seed is {self.seed}; it must be from 0 to {MAX_SEED}", "seed")
         if self.max_tokens is not None and self.max_tokens < 0:
             raise RequestError(f"max_tokens is {self.max_tokens}; it must be 0 or more", "max_tokens")
-        if len(self.stop) > 16:
-            raise RequestError(f"stop has {len(self.stop)} strings; at most 16 are allowed", "stop")
-        if any(not text for text in self.stop):
-            raise RequestError("stop has an empty string; each must have at least one character", "stop")
+        self._check_stop()
         if not 1 <= self.n <= 128:
             raise RequestError(f"n is {self.n}; it must be from 1 to 128", "n")
+
+    def _check_stop(self) -> None:
+        if len(self.stop) > 16:
+            raise RequestError(f"stop has {len(self.stop)} strings; at most 16 are allowed", "stop")
+        if "" in self.stop:
+            raise RequestError("stop has an empty string; each must have at least one character", "stop")
+        for text in self.stop:
+            if not isinstance(text, str) or len(text) > LONGEST_STOP:
+                shown = f"one of {len(text)} characters" if isinstance(text, str) else repr(text)
+                raise RequestError(f"stop has {shown}; each must be a text of 1 to {LONGEST_STOP} characters", "stop")
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,7 @@ def test_version(hispec: Run) -> None:
         (["--no-such"], "No such option: --no-such"),
         (["--model", "/no/such"], "model.path is '/no/such': there is no such file or folder; it must be a folder"),
         (["--config", "/no/such.yaml"], "config is '/no/such.yaml': No such file or directory"),
-        (["--chat"], "{model} has no chat template"),
+        (["--chat"], "this model has no chat template"),
     ],
 )
 @pytest.mark.parametrize("trace", [[], ["--trace"]])

@@ -25,3 +25,24 @@ def test_choices_have_seeds_of_their_own_and_keep_the_rest() -> None:
     assert choices_of(params) == tuple(SamplingParams(temperature=0.5, seed=choice_seed(9, i), stop=("x",)) for i in range(3))
     drawn = [choice.seed for choice in choices_of(SamplingParams(n=2))]
     assert len({*drawn, None}) == 3
+
+
+def test_a_stop_string_stands_for_itself() -> None:
+    assert SamplingParams(stop="The end").stop == ("The end",)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("max_tokens", 1.5, "max_tokens is 1.5; it must be a whole number"),
+        ("seed", 1.5, "seed is 1.5; it must be a whole number"),
+        ("n", True, "n is True; it must be a whole number"),
+        ("temperature", "hot", "temperature is 'hot'; it must be a number from 0 to 2"),
+        ("stop", (5,), "stop has 5"),
+        ("stop", ("ab" * 600,), "one of 1200 characters; each must be a text of 1 to 1024 characters"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_by_name(field: str, value: object, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as refused:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert refused.value.field == field

@@ -158,6 +158,10 @@ class Scheduler:
         if finished:
             self._finish(sequence)
 
+    def forget_plan(self) -> None:
+        """Take back the step in flight, which failed: its rows will be planned again, and written again from each watermark on."""
+        self._planned.clear()
+
     def check_integrity(self) -> None:
         """Raise IntegrityError when an invariant of the scheduler or of its pool is broken."""
         self.pool.check_integrity(sequence.blocks for sequence in self._running)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
@@ -164,9 +165,7 @@ class StopString:
         self.text = text
         self.matched = 0
         """Length of the longest proper prefix of the stop string that the text ends with."""
-        self._border = [0] * (len(text) + 1)  # of text[:i], the longest proper prefix that is also its suffix
-        for end in range(2, len(text) + 1):
-            self._border[end] = self._extend(self._border[end - 1], text[end - 1])
+        self._border = _borders(text)
 
     def feed(self, piece: str) -> int | None:
         """Read the text's next piece; return where in the piece the stop string ends when it is completed, None otherwise.
@@ -184,9 +183,22 @@ class StopString:
         return None
 
     def _extend(self, matched: int, character: str) -> int:
-        while matched and self.text[matched] != character:
-            matched = self._border[matched]
-        return matched + 1 if self.text[matched] == character else 0
+        return _extended(self.text, self._border, matched, character)
+
+
+@lru_cache(maxsize=256)  # the choices of a request share their stop strings
+def _borders(text: str) -> list[int]:
+    """Return, for each i, the length of the longest proper prefix of text[:i] that is also its suffix."""
+    border = [0] * (len(text) + 1)
+    for end in range(2, len(text) + 1):
+        border[end] = _extended(text, border, border[end - 1], text[end - 1])
+    return border
+
+
+def _extended(text: str, border: list[int], matched: int, character: str) -> int:
+    while matched and text[matched] != character:
+        matched = border[matched]
+    return matched + 1 if text[matched] == character else 0
 
 
 class TextStream:

@@ -110,14 +110,21 @@ class Engine:
         return bool(self._empty) or self.scheduler.has_work
 
     def step(self) -> list[TokenDelta]:
-        """Run one round and return what it added, one delta for each request that has something new."""
+        """Run one round and return what it added, one delta for each request that has something new.
+
+        Where the executor raises, so does this, and the round may be tried again.
+        """
         deltas = [TokenDelta(request_id, finish_reason=FinishReason.LENGTH) for request_id in self._empty]
         self._live.difference_update(self._empty)
         self._empty.clear()
         plan = self.scheduler.schedule()
         if plan is None:
             return deltas
-        result = self.executor.execute(plan)
+        try:
+            result = self.executor.execute(plan)
+        except BaseException:
+            self.scheduler.forget_plan()
+            raise
         for counts, done in zip(self.counts, result.levels, strict=True):
             counts.add(done)
         for sequence in result.sequences:

@@ -65,13 +65,17 @@ class ModelSource:
     def tokenizer(self) -> Any:
         """Return the transformers tokenizer, with the chat template where the checkpoint has one.
 
-        Raises ValueError where the folder has no tokenizer.
+        Raises ValueError where the folder has no tokenizer, or a damaged one.
         """
         if self._tokenizer is None:
             # without its files transformers builds an empty tokenizer rather than complain
             if not any((self.folder / name).is_file() for name in _TOKENIZER_FILES):
-                raise ValueError(f"{self.folder} has no tokenizer; one of {', '.join(_TOKENIZER_FILES)} is needed")
-            self._tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+                names = ", ".join(_TOKENIZER_FILES)
+                raise ValueError(f"model.path is {self.name!r}: {self.folder} has no tokenizer; one of {names} is needed")
+            try:
+                self._tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+            except Exception as error:  # tokenizers raises bare Exceptions too
+                raise ValueError(f"model.path is {self.name!r}: its tokenizer cannot be read: {_one_line(error)}") from error
         return self._tokenizer
 
     def weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -54,7 +54,9 @@ def _compile(compiler: str, target: Path) -> None:
 def _execute(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise NativeUnavailableError(f"the C++ compiler failed: {' '.join(command)}\n{done.stderr.strip()[-2000:]}")
+        lines = done.stderr.strip().splitlines()
+        reason = next((line for line in lines if "error" in line), lines[-1] if lines else f"status {done.returncode}")
+        raise NativeUnavailableError(f"the C++ compiler failed ({reason.strip()}); the command was {' '.join(command)}")
 
 
 @functools.cache

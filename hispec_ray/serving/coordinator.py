@@ -12,6 +12,7 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from hispec_ray.config import Settings
+from hispec_ray.engine.prompts import PromptEncoder
 from hispec_ray.request import EngineDeadError, GenerationRequest, QueueFullError, RequestError, TokenDelta, choices_of
 from hispec_ray.serving.answers import NOT_READY, SERVER_FAILURE, Delta, Failure, Item, Started
 from hispec_ray.serving.protocol import Job
@@ -24,6 +25,9 @@ class StreamingEngine(Protocol):
 
     @property
     def tokenizer(self) -> Any: ...
+
+    @property
+    def max_model_len(self) -> int: ...
 
     def generate(self, requests: Sequence[GenerationRequest], interval: float) -> AsyncIterator[list[TokenDelta]]: ...
 
@@ -46,7 +50,8 @@ class Coordinator:
 
     def __init__(self, settings: Settings, load: Callable[[Settings], StreamingEngine] = load_engine) -> None:
         self._engine: StreamingEngine | None = None
-        self._engine = load(settings)
+        engine = self._engine = load(settings)
+        self._encoder = PromptEncoder(engine.tokenizer, engine.max_model_len)
         self._interval = settings.server.stream_interval_ms / 1000
         self._most = settings.scheduler.max_queued
         # A long prompt takes a while to encode, and the event loop must not wait for it.
@@ -100,25 +105,10 @@ class Coordinator:
             )
 
     def tokenize(self, job: Job) -> list[list[int]]:
-        """Return the token ids of each prompt; a chat is one. Raises RequestError where a chat template is missing or refuses."""
+        """Return the token ids of each prompt; a chat is one. Raises RequestError, see `PromptEncoder`."""
         if job.messages:
-            return [self._chat_prompt(job.messages)]
-        return [self._text_prompt(prompt) if isinstance(prompt, str) else list(prompt) for prompt in job.prompts]
-
-    def _text_prompt(self, text: str) -> list[int]:
-        ids: list[int] = self.engine.tokenizer.encode(text)
-        return ids
-
-    def _chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        tokenizer = self.engine.tokenizer
-        if not tokenizer.chat_template:
-            raise RequestError("this model has no chat template; use /v1/completions", "messages")
-        try:
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template is a program of the model's maker and may raise anything
-            raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return ids
+            return [self._encoder.chat(job.messages)]
+        return [self._encoder.text(prompt) if isinstance(prompt, str) else list(prompt) for prompt in job.prompts]
 
     async def health(self) -> dict[str, float]:
         """Return the engine's figures. Raises where it is dead."""

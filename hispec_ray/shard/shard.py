@@ -109,6 +109,6 @@ def _block_count(settings: Settings, block_bytes: int) -> int:
     if blocks < 1:
         raise ValueError(
             f"cache.memory_gib is {settings.cache.memory_gib}; one block of {settings.cache.block_size} tokens takes "
-            f"{block_bytes / _GIB:.4f} GiB, so it must be at least that"
+            f"{block_bytes / _GIB:.3g} GiB, so it must be at least that"
         )
     return blocks

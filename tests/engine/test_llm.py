@@ -152,3 +152,33 @@ def test_streams_that_take_turns_keep_their_own_deltas(llm: LLM) -> None:
             assert llm.generate("the cat", params(seed=3))[0].choices[0].token_ids == alone[0]
     assert found == alone
     assert_clean(llm)
+
+
+def test_a_step_that_fails_leaves_other_streams_going(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = llm.generate("the cat", params())[0].choices[0].token_ids
+    stream = llm.stream("the cat", params())
+    found = next(stream).token_ids
+
+    def fail(plan: Any) -> Any:
+        raise OSError("a passing fault")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.executor, "execute", fail)
+        with pytest.raises(OSError, match="passing"):
+            llm.generate("a dog", params())
+    for delta in stream:
+        found = found + delta.token_ids
+    assert found == alone
+    assert_clean(llm)
+
+
+def test_prompts_that_are_no_ids_or_could_never_fit_are_refused_by_name(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="neither a text nor whole token ids") as refused:
+        llm.generate([1.5, 2.0], params())  # type: ignore[list-item]
+    assert refused.value.field == "prompt"
+    encoded: list[str] = []
+    llm._encoder._tokenizer = type("Never", (), {"encode": lambda self, text: encoded.append(text)})()
+    with pytest.raises(RequestError, match=r"maximum context length is \d+ tokens") as refused:
+        llm.generate("x" * 10_000_000, params())
+    assert refused.value.code == "context_length_exceeded"
+    assert encoded == []

@@ -466,3 +466,12 @@ def test_the_default_model_equals_transformers_own_reading(default: ModelSource)
     assert all(torch.equal(tensors[name], value) for name, value in expected.items())
     values = gguf.GGUFReader(file).fields
     assert default.tokenizer().chat_template == values["tokenizer.chat_template"].contents()
+
+
+@pytest.mark.parametrize("content", ["{", "{}"])
+def test_a_damaged_tokenizer_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
+    make_checkpoint(tmp_path, "llama3")
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=r"model.path is '.*': its tokenizer cannot be read: ") as refused:
+        open_model(str(tmp_path)).tokenizer()
+    assert "\n" not in str(refused.value)

@@ -20,6 +20,9 @@ class FakeTokenizer:
         self.chat_template = chat_template
         self.chats: list[Any] = []
 
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(id): id for id in range(VOCABULARY)}
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(character) % VOCABULARY for character in text]
 

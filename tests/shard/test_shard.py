@@ -135,7 +135,7 @@ def test_settings_that_do_not_fit_are_refused_by_name(tiny_folder: Path) -> None
         ({"model": {**path, "max_model_len": 4096}}, r"model.max_model_len is 4096; .* from 1 to 512"),
         ({"model": path, "cache": {"memory_gib": 1e-6}}, r"cache.memory_gib is 1e-06"),
         ({"model": {**path, "device": "cuda", "kernels": "native"}}, r"model.kernels is 'native' and model.device is 'cuda'"),
-        ({"model": path, "cache": {"blocks": 10**12}}, r"a cache of 1000000000000 blocks, .* do not fit into memory"),
+        ({"model": path, "cache": {"blocks": 2**31}}, r"a cache of 2147483648 blocks, .* do not fit into memory"),
         ({"model": {"path": "/nowhere"}}, r"model.path is '/nowhere'"),
     ):
         with pytest.raises(ValueError, match=words):
