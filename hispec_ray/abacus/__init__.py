@@ -1,0 +1,1 @@
+"""Arithmetic word problems with worked solutions, and the tokenizer of the small model that learns them."""

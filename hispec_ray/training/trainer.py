@@ -1,0 +1,232 @@
+"""The training loop, on DeepSpeed: one process or many, ZeRO 1 to 3, resumable."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from hispec_ray.config import Group
+from hispec_ray.training.data import Batches, micro_batches
+from hispec_ray.training.student import ExitStudent, Scores, layers_to_drop
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingSettings(Group):
+    """How long and how hard. A step's loss is a mean over its learned tokens, so it does not depend on the number of processes."""
+
+    steps: int
+    lines_per_step: int
+    micro_lines: int
+    """Lines that one process reads at once: what memory allows."""
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.1
+    warmup: float = 0.02
+    """Share of the steps in which the learning rate rises."""
+    decay: float = 0.4
+    """Share of the steps, at the end, in which it falls to nothing."""
+    layer_dropout: float = 0.0
+    """LayerSkip's p_max: the last layer's probability to be skipped by a batch."""
+    text_weight: float = 1.0
+    exit_weight: float = 1.0
+    zero_stage: Literal[1, 2, 3] = 1
+    save_every: int = 200
+    report_every: int = 10
+    evaluate_every: int = 200
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Where a training stands. agreement, divergence: one for each exit, on held-out lines where `held_out`, else on the step's own."""
+
+    step: int
+    loss: float
+    text: float
+    agreement: list[float]
+    divergence: list[float]
+    tokens_per_second: float
+    held_out: bool
+
+    def as_json(self) -> str:
+        rounded = {name: [round(v, 5) for v in value] if isinstance(value, list) else value for name, value in self._fields()}
+        return json.dumps(rounded)
+
+    def _fields(self) -> Iterator[tuple[str, Any]]:
+        for name in self.__slots__:
+            yield name, getattr(self, name)
+
+
+def train(student: ExitStudent, batches: Batches, settings: TrainingSettings, folder: Path, report: Callable[[Report], None]) -> None:
+    """Train what of the student wants gradients, from the last checkpoint under `folder` on, and leave the result in the student.
+
+    Every process of the group calls this with the same arguments; without a group this process is one by itself. Only rank 0 reports.
+    Raises OSError, with nothing half-written left, where a checkpoint cannot be saved.
+    """
+    with _process_group() as (rank, world):
+        _Loop(student, batches, settings, folder, report, rank, world).run()
+
+
+class _Loop:
+    def __init__(
+        self, student: ExitStudent, batches: Batches, settings: TrainingSettings, folder: Path, report: Callable[[Report], None], rank: int, world: int
+    ) -> None:
+        import deepspeed  # noqa: PLC0415  seconds to import, and only training needs it
+
+        self.settings = settings
+        self.batches = batches
+        self.report = report
+        self.rank, self.world = rank, world
+        parts, left = divmod(settings.lines_per_step, settings.micro_lines * world)
+        if left or not parts:
+            raise ValueError(
+                f"lines_per_step is {settings.lines_per_step}; it must be a multiple of micro_lines x processes, {settings.micro_lines} x {world}"
+            )
+        self.accumulation = parts
+        self.layers = student.backbone.config.num_hidden_layers
+        self.checkpoints = folder / "checkpoints"
+        wanted = [p for p in student.parameters() if p.requires_grad]
+        decayed, plain = [p for p in wanted if p.ndim > 1], [p for p in wanted if p.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.learning_rate, betas=(0.9, 0.95))
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=student,
+            optimizer=optimizer,
+            config={
+                "train_micro_batch_size_per_gpu": settings.micro_lines,
+                "gradient_accumulation_steps": parts,
+                "gradient_clipping": 1.0,
+                "zero_optimization": {"stage": settings.zero_stage},
+                "zero_allow_untested_optimizer": True,
+                "bf16": {"enabled": next(student.parameters()).dtype == torch.bfloat16},
+                "steps_per_print": 10**9,
+            },
+        )
+
+    def run(self) -> None:
+        step = self._resume()
+        seen, since = 0, time.monotonic()
+        while step < self.settings.steps:
+            self._set_learning_rate(step)
+            scores, loss = self._step(step)
+            step += 1
+            seen += int(scores.tokens)
+            if step % self.settings.report_every == 0 or step == self.settings.steps:
+                self._tell(step, loss, scores, seen / (time.monotonic() - since), held_out=False)
+                seen, since = 0, time.monotonic()
+            if step % self.settings.evaluate_every == 0 or step == self.settings.steps:
+                self._evaluate(step)
+                since = time.monotonic()
+            if step % self.settings.save_every == 0 or step == self.settings.steps:
+                self._save(step)
+                since = time.monotonic()
+
+    def _step(self, step: int) -> tuple[Scores, float]:
+        settings = self.settings
+        generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + step)
+        dropped = layers_to_drop(self.layers, settings.layer_dropout, self.engine.module.exits, generator)
+        parts = micro_batches(self.batches.batch(step), self.accumulation * self.world)
+        tokens = sum(int((targets >= 0).sum()) for _, targets in parts)
+        scale = self.world * self.accumulation / tokens  # DeepSpeed divides by both
+        totals: list[Scores] = []
+        loss_sum = 0.0
+        for ids, targets in parts[self.rank :: self.world]:
+            loss, scores = self.engine(
+                ids.to(self.engine.device), targets.to(self.engine.device), dropped, settings.exit_weight, settings.text_weight
+            )
+            self.engine.backward(loss * scale)
+            self.engine.step()
+            loss_sum += float(loss.detach())
+            totals.append(scores)
+        total, extra = self._total(totals, loss_sum)
+        return total, extra / tokens
+
+    def _total(self, scores: list[Scores], loss: float) -> tuple[Scores, float]:
+        """Add scores over a step's batches and over the ranks."""
+        exits = len(scores[0].divergence)
+        values = torch.stack([torch.cat((s.tokens.view(1).double(), s.text.view(1).double(), s.divergence.double(), s.agreement.double())) for s in scores])
+        summed = torch.cat((values.sum(dim=0), torch.tensor([loss], dtype=torch.float64, device=values.device)))
+        if self.world > 1:
+            dist.all_reduce(summed)
+        return Scores(summed[0], summed[1], summed[2 : 2 + exits], summed[2 + exits : 2 + 2 * exits]), float(summed[-1])
+
+    @torch.no_grad()
+    def _evaluate(self, step: int) -> None:
+        lines = list(self.batches.held_out())
+        each = self.settings.micro_lines * self.world
+        lines = lines[: max(each, len(lines) // each * each)]
+        lines += lines[: -len(lines) % each]
+        self.engine.eval()
+        found, loss_sum = [], 0.0
+        for ids, targets in micro_batches(lines, len(lines) // self.settings.micro_lines)[self.rank :: self.world]:
+            loss, scores = self.engine(ids.to(self.engine.device), targets.to(self.engine.device), frozenset(), self.settings.exit_weight, self.settings.text_weight)
+            found.append(scores)
+            loss_sum += float(loss)
+        self.engine.train()
+        scores, loss_sum = self._total(found, loss_sum)
+        self._tell(step, loss_sum / float(scores.tokens), scores, 0.0, held_out=True)
+
+    def _tell(self, step: int, loss: float, scores: Scores, speed: float, *, held_out: bool) -> None:
+        if self.rank == 0:
+            n = float(scores.tokens)
+            agreement, divergence = [float(a) / n for a in scores.agreement], [float(d) / n for d in scores.divergence]
+            self.report(Report(step, loss, float(scores.text) / n, agreement, divergence, speed, held_out))
+
+    def _set_learning_rate(self, step: int) -> None:
+        settings = self.settings
+        rise = min(1.0, (step + 1) / max(1.0, settings.warmup * settings.steps))
+        fall = min(1.0, (settings.steps - step) / max(1.0, settings.decay * settings.steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.learning_rate * min(rise, fall)
+
+    def _resume(self) -> int:
+        done = [int(path.name.removeprefix("step-")) for path in self.checkpoints.glob("step-*")]
+        if not done:
+            return 0
+        step = max(done)
+        self.engine.load_checkpoint(str(self.checkpoints), tag=f"step-{step}")
+        logger.info("resumed at step %d from %s", step, self.checkpoints)
+        return step
+
+    def _save(self, step: int) -> None:
+        """Save under a name that is no checkpoint's until all is written, then let the older ones go."""
+        scratch, done = self.checkpoints / f"saving-{step}", self.checkpoints / f"step-{step}"
+        try:
+            self.engine.save_checkpoint(str(self.checkpoints), tag=scratch.name, save_latest=False)
+            if self.rank == 0:
+                scratch.rename(done)
+                for old in self.checkpoints.glob("step-*"):
+                    if old != done:
+                        shutil.rmtree(old)
+        except (OSError, RuntimeError) as error:
+            if self.rank == 0:
+                shutil.rmtree(scratch, ignore_errors=True)
+            raise OSError(f"the checkpoint of step {step} cannot be saved in {self.checkpoints}: {error}") from error
+        if self.world > 1:
+            dist.barrier()
+
+
+@contextlib.contextmanager
+def _process_group() -> Iterator[tuple[int, int]]:
+    """Yield (rank, processes) of the process group, or of one made for this process alone, which needs no port."""
+    if dist.is_initialized():
+        yield dist.get_rank(), dist.get_world_size()
+        return
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads its device's number here
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield 0, 1
+    finally:
+        dist.destroy_process_group()
