@@ -211,6 +211,7 @@ class Mark:
 
 # Black on a light colour reads on dark and on light backgrounds; blue and amber also where red and green look alike.
 MARKS = {
+    "lookup": Mark("looked up and accepted", "black on #b9e6b3", "~", "~"),
     "draft": Mark("drafted and accepted", "black on #9cd3ff", "‹", "›"),
     "check": Mark("put in by the check exit", "black on #ffd166", "«", "»"),
     "full": Mark("the full depth's own", "", "", ""),
@@ -287,7 +288,8 @@ class Watch:
         from hispec_ray.shard.shard import levels_for  # noqa: PLC0415  see _load
 
         self._engine = llm.engine
-        self._depths = [level.depth for level in levels_for(llm.settings.speculation, llm.engine.source.architecture.layers)]
+        levels = levels_for(llm.settings.speculation, llm.engine.source.architecture.layers)
+        self._depths = {level.name: str(level.depth) for level in levels}
         self._before = [replace(counts) for counts in self._engine.counts]
         self._tokens: Counter[str] = Counter()
         self._seconds = 0.0  # spent in the engine, not in showing what it made
@@ -314,10 +316,10 @@ class Watch:
         table = Table(box=None, padding=(0, 2, 0, 0))
         for heading in ("level", "layers", "tokens", "accepted"):
             table.add_column(heading, justify="left" if heading == "level" else "right")
-        for name, depth, counts, before in zip(self._engine.levels, self._depths, self._engine.counts, self._before, strict=True):
+        for name, counts, before in zip(self._engine.levels, self._engine.counts, self._before, strict=True):
             seen, accepted = counts.seen - before.seen, counts.accepted - before.accepted
             share = f"{accepted} of {seen} ({accepted / seen:.0%})" if seen else "-"
-            table.add_row(name, str(depth), str(self._tokens[name]), share)
+            table.add_row(name, self._depths.get(name, "-"), str(self._tokens[name]), share)
         return table
 
     def summary(self) -> str:

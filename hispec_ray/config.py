@@ -43,17 +43,29 @@ class ExitSettings(Group):
 
     draft: Positive | None = None
     check: Positive | None = None
+    heads: str | None = None
+    """A file of trained exits (`hispec train-exits`) for these depths; the shared norm and head alone where unset."""
 
 
 class SpeculationSettings(Group):
     """How tokens are decoded. The text is the same whatever stands here."""
 
     method: Literal["plain", "single", "hispec"] = "hispec"
+    drafter: Literal["exit", "lookup", "mixed"] = "exit"
+    """Who guesses: the draft exit; a lookup of what followed the same words before, which costs no layer; or both, the lookup first."""
     exits: ExitSettings = ExitSettings()
     draft_tokens: Positive = 2
-    """N_d: guesses of the draft exit before a deeper level looks."""
+    """N_d: guesses before a deeper level looks."""
     window: Positive = 4
     """N_i: tokens kept by the check exit before the full depth looks."""
+    lookup_confidence: Annotated[float, Field(gt=0, le=1)] = 0.4
+    """The least confidence in a run of guesses of the lookup."""
+    stop_below: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """An exit whose first choice leads its second by less (logit / temperature) lets the next level look; 0 is never."""
+    branch_below: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """An exit whose first choice leads its second by less offers the second too; 0 is never."""
+    branches: Annotated[int, Field(ge=0, le=8)] = 0
+    """Most second candidates of a sequence at a time; each holds a block of the cache."""
 
 
 class CacheSettings(Group):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +18,8 @@ class SequencePlan:
     tokens: the known tokens whose rows have not been run through the full depth: a chunk of the prompt, or the one token committed last.
     start: position of tokens[0]; equals the sequence's `full` watermark.
     blocks: the block table; covers at least start + len(tokens) + room positions; blocks behind those are spare.
+    history: every token before tokens[0], where whoever runs the plan has not seen them: in a sequence's first plan after it was admitted;
+        None in the others.
     samples: False for a chunk that does not reach the end of the known tokens (no token is chosen after it).
     room: most tentative tokens the window may hold this round (0 = plain decoding). Always 0 where len(tokens) > 1.
     temperature, seed: of the choice rule.
@@ -30,18 +33,23 @@ class SequencePlan:
     room: int
     temperature: float
     seed: int
+    history: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One round for a batch of sequences."""
+    """One round for a batch of sequences. ended: ids of those that were planned before and will not be again, or only with a history."""
 
     sequences: tuple[SequencePlan, ...]
+    ended: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class SequenceResult:
-    """Tokens that the full depth committed after the plan's own; levels[i] is the index of the level that chose tokens[i] first."""
+    """Tokens that the full depth committed after the plan's own; levels[i] is the index of the source that chose tokens[i] first.
+
+    Sources are a drafter that is no level, where there is one, then the round's levels, shallow to deep.
+    """
 
     id: int
     tokens: list[int]
@@ -50,7 +58,7 @@ class SequenceResult:
 
 @dataclass(slots=True)
 class LevelCounts:
-    """What one level did in a round: passes, rows run through its own segment, proposals seen and accepted, tokens of its own."""
+    """What one source did in a round: passes, rows run through its own segment, proposals seen and accepted, tokens of its own."""
 
     passes: int = 0
     rows: int = 0
@@ -95,3 +103,31 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStarts:
+    """Where the guessing begins, for N sequences.
+
+    tokens, positions: int64[N], the token after which to guess and its position; its row has not been run.
+    table, tables: int64[N] and [T, B], as in `Rows`. steps: int64[N], most guesses of each, none at 0.
+    homes: int64[N, max(steps)], lines of `held`. temperatures, seeds: of the choice rule.
+    """
+
+    tokens: IntArray
+    positions: IntArray
+    table: IntArray
+    tables: IntArray
+    steps: IntArray
+    homes: IntArray
+    temperatures: Sequence[float]
+    seeds: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Guesses, runners-up and gaps of each sequence, as many as it made."""
+
+    guesses: list[list[int]]
+    seconds: list[list[int]]
+    gaps: list[list[float]]

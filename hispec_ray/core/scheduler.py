@@ -26,25 +26,27 @@ class Scheduler:
     Nothing here can change a text: a plan only says which rows run when, and a preempted sequence replays its own tokens.
     """
 
-    def __init__(self, pool: BlockPool, max_sequences: int, max_batch_rows: int, max_queued: int, window: int) -> None:
+    def __init__(self, pool: BlockPool, max_sequences: int, max_batch_rows: int, max_queued: int, window: int, branches: int = 0) -> None:
         """Schedule onto `pool`.
 
         max_sequences: most sequences that run at once.
         max_batch_rows: most rows of chunks (prompts and replays) in a step; the one row of a decoding sequence is not counted.
         max_queued: waiting sequences from which on `add` refuses.
         window: most tentative tokens of a round; 0 for plain decoding.
+        branches: blocks that a decoding sequence holds beside its table where the pool has plenty, for second candidates.
         Raises ValueError when one is out of range.
         """
-        if min(max_sequences, max_batch_rows, max_queued) < 1 or window < 0:
+        if min(max_sequences, max_batch_rows, max_queued) < 1 or min(window, branches) < 0:
             raise ValueError(
                 f"max_sequences {max_sequences}, max_batch_rows {max_batch_rows}, max_queued {max_queued} must be 1 or more, "
-                f"window {window} 0 or more"
+                f"window {window} and branches {branches} 0 or more"
             )
         self.pool = pool
         self.max_sequences = max_sequences
         self.max_batch_rows = max_batch_rows
         self.max_queued = max_queued
         self.window = window
+        self.branches = branches
         self.preemptions = 0
         """Times that a sequence gave its blocks up, since the start."""
         self.cached_rows = 0
@@ -54,6 +56,8 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()  # in order of arrival, all after the running ones
         self._sequences: dict[int, Sequence] = {}
         self._planned: dict[int, SequencePlan] = {}  # of the step in flight, not yet updated
+        self._told: set[int] = set()  # running sequences whose tokens the shards know
+        self._ended: list[int] = []  # that were told, and gave their blocks up since the last plan
 
     @property
     def running(self) -> int:
@@ -131,7 +135,10 @@ class Scheduler:
                 break
             rows = self._claim(sequence, self._wanted(sequence, budget))
             budget -= self._plan(sequence, rows, plans)
-        return StepPlan(tuple(plans)) if plans else None
+        if not plans:
+            return None
+        ended, self._ended = tuple(self._ended), []
+        return StepPlan(tuple(plans), ended)
 
     def update(self, sequence_id: int, tokens: Items[int], finished: bool) -> None:
         """Record what the step in flight did for one of its sequences.
@@ -161,6 +168,8 @@ class Scheduler:
     def forget_plan(self) -> None:
         """Take back the step in flight, which failed: its rows will be planned again, and written again from each watermark on."""
         self._planned.clear()
+        self._ended += self._told  # what the shards have seen is not known: the next plans bring it all
+        self._told.clear()
 
     def check_integrity(self) -> None:
         """Raise IntegrityError when an invariant of the scheduler or of its pool is broken."""
@@ -204,6 +213,8 @@ class Scheduler:
         start = sequence.full
         unrun = sequence.unrun
         known = min(rows, unrun)
+        if rows > known:
+            self._add_spare(sequence, rows)
         plan = SequencePlan(
             id=sequence.id,
             tokens=tuple(sequence.tokens[start : start + known]),
@@ -213,10 +224,19 @@ class Scheduler:
             room=rows - known,
             temperature=sequence.temperature,
             seed=sequence.seed,
+            history=None if sequence.id in self._told else tuple(sequence.tokens[:start]),
         )
+        self._told.add(sequence.id)
         self._planned[sequence.id] = plan
         plans.append(plan)
         return known if unrun > 1 else 0
+
+    def _add_spare(self, sequence: Sequence, rows: int) -> None:
+        """Let a sequence that decodes hold blocks for its branches, as long as that leaves every running sequence some to grow into."""
+        pool = self.pool
+        missing = pool.blocks_for(sequence.full + rows) + self.branches - len(sequence.blocks)
+        if missing > 0 and pool.free_count - missing > 4 * len(self._running):
+            sequence.blocks += tuple(pool.allocate(missing))
 
     def _admit(self, sequence: Sequence, budget: int) -> bool:
         """Let the queue's head run if its first chunk finds blocks and each running sequence could still take one more.
@@ -261,3 +281,6 @@ class Scheduler:
         self.pool.release(sequence.blocks)
         sequence.blocks = ()
         sequence.full = 0
+        if sequence.id in self._told:
+            self._told.remove(sequence.id)
+            self._ended.append(sequence.id)

@@ -42,10 +42,11 @@ class Engine:
         self.vocabulary = architecture.vocabulary
         self.tokenizer = self.source.tokenizer()
         self.executor = InlineExecutor(settings, self.source)
-        self.levels = self.executor.levels
+        self.levels = self.executor.sources
         self.pool = BlockPool(self.executor.blocks, settings.cache.block_size, settings.cache.prefix_caching)
         limits = settings.scheduler
-        self.scheduler = Scheduler(self.pool, limits.max_sequences, limits.max_batch_rows, limits.max_queued, self.executor.window)
+        window, branches = self.executor.window, settings.speculation.branches if self.executor.window else 0
+        self.scheduler = Scheduler(self.pool, limits.max_sequences, limits.max_batch_rows, limits.max_queued, window, branches)
         self.counts = [LevelCounts() for _ in self.levels]
         self.generated = 0
         self._detokenizer = Detokenizer(self.tokenizer)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from hispec_ray.core.plan import Rows
+from hispec_ray.core.plan import Drafts, DraftStarts, IntArray, Rows
 from hispec_ray.model.architecture import Architecture
 
 
@@ -21,6 +23,9 @@ class Decoder(Protocol):
     blocks: int  # of the cache
     block_size: int  # tokens a block holds
 
+    def empty_rows(self, count: int) -> torch.Tensor:
+        """Return room for hidden rows `[count, width]`."""
+
     def embed(self, rows: Rows) -> torch.Tensor:
         """Return the hidden rows `[R, width]` that enter layer 0."""
 
@@ -31,4 +36,50 @@ class Decoder(Protocol):
         """
 
     def logits(self, depth: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return fp32 logits `[R, vocabulary]` of the exit at `depth` for hidden `[R, width]`."""
+        """Return fp32 logits `[R, V']` of the exit at `depth` for hidden `[R, width]`; hidden stays as it is."""
+
+    def vocabulary(self, depth: int) -> torch.Tensor | None:
+        """Return the ids that the exit's logits stand for, int64[V'] ascending on the CPU, None where they are 0 .. V - 1."""
+
+    def copy_slots(self, source: IntArray, target: IntArray) -> None:
+        """Copy keys and values of slots int64[N] to other slots, in all layers."""
+
+    def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float) -> Drafts:
+        """Let the exit at `depth` guess on, token by token, for a batch of sequences.
+
+        Each guess runs the row of the token before it through layers [0, depth) and leaves it at its home in `held` `[*, width]`.
+        A sequence stops after a guess whose gap (see `Choices`) is smaller than `stop`. The same numbers as passes one by one.
+        """
+
+
+def draft_by_passes(decoder: Any, choose: Callable[..., Any], depth: int, starts: DraftStarts, held: torch.Tensor, stop: float) -> Drafts:
+    """`Decoder.draft` out of single passes, for decoders that have nothing faster."""
+    count = len(starts.tokens)
+    guesses: list[list[int]] = [[] for _ in range(count)]
+    seconds: list[list[int]] = [[] for _ in range(count)]
+    gaps: list[list[float]] = [[] for _ in range(count)]
+    current = starts.tokens.copy()
+    still = [s for s in range(count) if starts.steps[s] > 0]
+    while still:
+        lines = np.array(still)
+        made = np.array([len(guesses[s]) for s in still])
+        positions = starts.positions[lines] + made
+        blocks = starts.tables[starts.table[lines], positions // decoder.block_size]
+        slots = blocks * decoder.block_size + positions % decoder.block_size
+        rows = Rows(current[lines], positions, starts.table[lines], starts.tables, slots, np.arange(len(still)))
+        hidden = decoder.run(0, depth, decoder.embed(rows), rows)
+        held[torch.from_numpy(starts.homes[lines, made])] = hidden
+        chosen = choose(
+            decoder.logits(depth, hidden),
+            [starts.temperatures[s] for s in still],
+            [starts.seeds[s] for s in still],
+            (positions + 1).tolist(),
+            decoder.vocabulary(depth),
+        )
+        for s, guess, second, gap in zip(still, *chosen, strict=True):
+            guesses[s].append(guess)
+            seconds[s].append(second)
+            gaps[s].append(gap)
+            current[s] = guess
+        still = [s for s in still if len(guesses[s]) < starts.steps[s] and gaps[s][-1] >= stop]
+    return Drafts(guesses, seconds, gaps)

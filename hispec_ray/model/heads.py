@@ -1,12 +1,21 @@
-"""Trained exits: the small networks before the shared norm and head, the file they come in, and its card."""
+"""Trained exits: small networks before the shared norm and head, a smaller vocabulary, the file they come in, and its card."""
 
 from __future__ import annotations
 
-from typing import Literal
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
+
+from hispec_ray.config import Group
 
 Kind = Literal["linear", "mlp"]
 
@@ -14,7 +23,7 @@ Kind = Literal["linear", "mlp"]
 class ExitNetwork(nn.Module):
     """What an exit adds to its hidden rows before the shared norm: x + f(x), f linear or a gated MLP; zero at the start.
 
-    The input is normed by its own root mean square (no weight), so that layers whose rows grow along the depth start alike.
+    The input is divided by its own root mean square (no weight), so that layers whose rows grow along the depth start alike.
     """
 
     def __init__(self, width: int, kind: Kind, inner: int) -> None:
@@ -25,9 +34,108 @@ class ExitNetwork(nn.Module):
         nn.init.zeros_((self.down or self.up).weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        normed = F.rms_norm(hidden, hidden.shape[-1:])
-        added = self.up(normed)
+        added: torch.Tensor = self.up(F.rms_norm(hidden, hidden.shape[-1:], eps=torch.finfo(torch.float32).eps))
         if self.down is not None:
             gate, up = added.chunk(2, dim=-1)
             added = self.down(F.silu(gate) * up)
         return hidden + added
+
+
+class Card(Group):
+    """What a file of trained exits is for and what came of the training; stands beside it as JSON.
+
+    base: sha256 of the model's weight files, as `ModelSource.fingerprint` makes it. vocabulary: how many ids the exits score.
+    acceptance: per exit, the share of held-out positions at which its first choice was the full depth's.
+    """
+
+    base: str = Field(pattern=r"^[0-9a-f]{64}$")
+    exits: tuple[int, ...] = Field(min_length=1)
+    recipe: Literal["heads", "layerskip"]
+    kind: Kind | None = None
+    inner: int | None = None
+    vocabulary: int | None = None
+    data: str = ""
+    tokens: int = 0
+    acceptance: dict[int, float] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ExitWeights:
+    """One exit as a decoder wants it: up `[width, width]` or `[2 inner, width]` (gate, up), down `[width, inner]`; None for none."""
+
+    up: torch.Tensor | None = None
+    down: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The trained exits of a model. vocabulary: ids that they score, int64[V'] ascending, None for all."""
+
+    exits: dict[int, ExitWeights]
+    vocabulary: torch.Tensor | None = None
+
+
+def card_path(weights: Path) -> Path:
+    """Where the card of a file of exits stands."""
+    return weights.with_suffix(".json")
+
+
+def load_heads(path: Path, fingerprint: str, *, exits: Sequence[int], width: int, vocabulary: int, dtype: torch.dtype) -> Heads:
+    """Read the exits that are wanted from a file of trained exits.
+
+    Raises ValueError, in one line that names `speculation.exits.heads`, where the file or its card cannot be read, belongs to another
+    model, was not trained for an exit, or names ids outside the vocabulary.
+    """
+    card = read_card(path)
+    if card.base != fingerprint:
+        raise _refused(path, f"it was trained for weights with sha256 {card.base}; this model's have {fingerprint}")
+    missing = [depth for depth in exits if depth not in card.exits]
+    if missing:
+        trained = ", ".join(map(str, card.exits))
+        raise _refused(path, f"it has no exit at depth {missing[0]}; it was trained for {trained}")
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise _refused(path, f"it cannot be read: {error}") from error
+    ids = tensors.pop("vocabulary", None)
+    if ids is not None:
+        ids = ids.to(torch.int64)
+        if len(ids) < 1 or bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= vocabulary:
+            raise _refused(path, f"its vocabulary must be ascending ids from 0 to {vocabulary - 1}")
+    found: dict[int, ExitWeights] = {}
+    for depth in exits:
+        parts = {name: tensors.get(f"exits.{depth}.{name}") for name in ("up", "down")}
+        for name, tensor in parts.items():
+            if tensor is not None and tensor.shape[1 if name == "up" else 0] != width:
+                raise _refused(path, f"exits.{depth}.{name} has shape {list(tensor.shape)}; the model is {width} wide")
+        found[depth] = ExitWeights(**{name: None if tensor is None else tensor.to(dtype) for name, tensor in parts.items()})
+    return Heads(found, ids)
+
+
+def read_card(path: Path) -> Card:
+    """Read the card of a file of exits. Raises ValueError as `load_heads`."""
+    try:
+        return Card.model_validate(json.loads(card_path(path).read_text()))
+    except (OSError, json.JSONDecodeError, ValidationError) as error:
+        words = str(error)
+        if isinstance(error, ValidationError):
+            words = "; ".join(f"{'.'.join(map(str, part['loc']))}: {part['msg']}" for part in error.errors())
+        raise _refused(path, f"its card {card_path(path)} cannot be read: {words}") from error
+
+
+def head_tensors(
+    networks: Sequence[Any], exits: Sequence[int], vocabulary: torch.Tensor | None, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Name the tensors of trained exits as `load_heads` reads them."""
+    tensors = {}
+    for depth, network in zip(exits, networks, strict=True):
+        tensors[f"exits.{depth}.up"] = network.up.weight.detach().to("cpu", dtype).contiguous()
+        if network.down is not None:
+            tensors[f"exits.{depth}.down"] = network.down.weight.detach().to("cpu", dtype).contiguous()
+    if vocabulary is not None:
+        tensors["vocabulary"] = vocabulary.to("cpu", torch.int32)
+    return tensors
+
+
+def _refused(path: Path, why: str) -> ValueError:
+    return ValueError(f"speculation.exits.heads is {str(path)!r}: {why}")

@@ -7,8 +7,9 @@ import ctypes
 import numpy as np
 import torch
 
-from hispec_ray.core.plan import IntArray, Rows
+from hispec_ray.core.plan import Drafts, DraftStarts, IntArray, Rows
 from hispec_ray.model.architecture import Architecture, rope_tables
+from hispec_ray.model.heads import ExitWeights, Heads
 from hispec_ray.native import library
 
 _pointer, _int64, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -47,6 +48,27 @@ class _Rows(ctypes.Structure):
     )
 
 
+class _Embedding(ctypes.Structure):
+    _fields_ = (("tied", _Matrix), *((name, _pointer) for name in ("table", "positions")), ("offset", _int64))
+
+
+class _Network(ctypes.Structure):
+    _fields_ = tuple((name, _Matrix) for name in ("up", "gate", "down"))
+
+
+class _Exit(ctypes.Structure):
+    _fields_ = (("network", _Network), ("head", _Matrix), ("ids", _pointer))
+
+
+class _Drafts(ctypes.Structure):
+    _fields_ = (
+        *((name, _int64) for name in ("sequences", "most")),
+        *((name, _pointer) for name in ("tokens", "positions", "table", "steps", "temperatures", "seeds", "homes", "held")),
+        ("stop", _float),
+        *((name, _pointer) for name in ("guesses", "seconds", "gaps", "made")),
+    )
+
+
 def _address(array: IntArray) -> int:
     return int(array.ctypes.data)
 
@@ -66,7 +88,15 @@ class NativeDecoder:
     """
 
     def __init__(
-        self, architecture: Architecture, weights: dict[str, torch.Tensor], *, positions: int, blocks: int, block_size: int, threads: int
+        self,
+        architecture: Architecture,
+        weights: dict[str, torch.Tensor],
+        *,
+        positions: int,
+        blocks: int,
+        block_size: int,
+        threads: int,
+        heads: Heads | None = None,
     ) -> None:
         self.architecture = architecture
         self.blocks = blocks
@@ -86,14 +116,26 @@ class NativeDecoder:
             a.width, a.heads, a.kv_heads, a.head_dim, padded_head, a.intermediate, block_size, threads,
             a.norm == "layer", dtype == torch.bfloat16, a.norm_eps, a.head_dim**-0.5, self._keep(cosines), self._keep(sines),
         )  # fmt: skip
+        # scratch of a row: the layers' own, or an exit's network and norm
         self._row_floats = a.width + (2 * a.heads + 2 * a.kv_heads) * a.head_dim + 2 * a.intermediate
-        self._positions = weights.pop("positions.weight", None)
+        position_rows = weights.pop("positions.weight", None)
         self._layers = (_Layer * a.layers)(*(self._layer(weights, i) for i in range(a.layers)))
         self._norm = self._norm_of(weights, "norm")
         embedding = weights.pop("embed.weight")
         head = weights.pop("head.weight", embedding)
-        self._head = self._matrix(head, None)
-        self._embedding = None if head is embedding else embedding  # a tied head's panels serve both ends
+        packed = self._matrix(head, None)
+        tied = head is embedding  # its panels then serve both ends
+        self._embedding = _Embedding(
+            packed if tied else _Matrix(), None if tied else self._keep(embedding), self._keep(position_rows), a.position_offset
+        )
+        self._full = _Exit(_Network(), packed, None)
+        self._exits: dict[int, _Exit] = {}
+        self._ids = None if heads is None else heads.vocabulary
+        if heads is not None:
+            smaller, ids = packed, None
+            if self._ids is not None:
+                smaller, ids = self._matrix(head[self._ids], None), self._keep(self._ids)
+            self._exits = {depth: _Exit(self._network(exit), smaller, ids) for depth, exit in heads.exits.items() if depth < a.layers}
 
     @staticmethod
     def block_bytes(architecture: Architecture, block_size: int, dtype: torch.dtype) -> int:
@@ -150,25 +192,35 @@ class NativeDecoder:
             values=self.cache[1, index].data_ptr(),
         )
 
+    def _network(self, exit: ExitWeights) -> _Network:
+        if exit.up is None:
+            return _Network()
+        if exit.down is None:
+            return _Network(up=self._matrix(exit.up, None))
+        inner = exit.down.shape[1]
+        self._row_floats = max(self._row_floats, 3 * self.architecture.width + 2 * inner)
+        return _Network(
+            up=self._matrix(exit.up[inner:], None), gate=self._matrix(exit.up[:inner], None), down=self._matrix(exit.down, None)
+        )
+
     def _scratch_for(self, floats: int) -> int:
         if self._scratch.numel() < floats:
             self._scratch = torch.empty(floats)
         return self._scratch.data_ptr()
 
+    def empty_rows(self, count: int) -> torch.Tensor:
+        return torch.empty(count, self.architecture.width)
+
     def embed(self, rows: Rows) -> torch.Tensor:
-        if self._embedding is None:
-            hidden = torch.empty(len(rows), self.architecture.width)
-            self._library.hispec_embed(
-                ctypes.byref(self._model),
-                ctypes.byref(self._head),
-                _int64(len(rows)),
-                _pointer(_address(rows.tokens)),
-                _pointer(hidden.data_ptr()),
-            )
-        else:
-            hidden = self._embedding[torch.from_numpy(rows.tokens)].float()
-        if self._positions is not None:
-            hidden += self._positions[torch.from_numpy(rows.positions) + self.architecture.position_offset].float()
+        hidden = torch.empty(len(rows), self.architecture.width)
+        self._library.hispec_embed(
+            ctypes.byref(self._model),
+            ctypes.byref(self._embedding),
+            _int64(len(rows)),
+            _pointer(_address(rows.tokens)),
+            _pointer(_address(rows.positions)),
+            _pointer(hidden.data_ptr()),
+        )
         return hidden
 
     def run(self, first: int, last: int, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -188,16 +240,63 @@ class NativeDecoder:
         return hidden
 
     def logits(self, depth: int, hidden: torch.Tensor) -> torch.Tensor:
-        del depth  # every exit shares the final norm and head
-        count, width = hidden.shape
-        logits = torch.empty(count, self.architecture.vocabulary)
-        self._library.hispec_run_head(
+        count = len(hidden)
+        exit = self._exits.get(depth, self._full)
+        logits = torch.empty(count, exit.head.outputs)
+        self._library.hispec_run_exit(
             ctypes.byref(self._model),
             ctypes.byref(self._norm),
-            ctypes.byref(self._head),
+            ctypes.byref(exit),
             _int64(count),
             _pointer(hidden.data_ptr()),
-            _pointer(self._scratch_for(count * width)),
+            _pointer(self._scratch_for(count * self._row_floats)),
             _pointer(logits.data_ptr()),
         )
         return logits
+
+    def vocabulary(self, depth: int) -> torch.Tensor | None:
+        return self._ids if depth in self._exits else None
+
+    def copy_slots(self, source: IntArray, target: IntArray) -> None:
+        self._library.hispec_copy_slots(
+            ctypes.byref(self._model),
+            ctypes.byref(self._layers),
+            _int64(self.architecture.layers),
+            _int64(len(source)),
+            _pointer(_address(source)),
+            _pointer(_address(target)),
+        )
+
+    def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float) -> Drafts:
+        count, most = starts.homes.shape
+        exit = self._exits.get(depth, self._full)
+        words = np.empty((2 * count, most), dtype=np.int64)
+        gaps = np.empty((count, most), dtype=np.float32)
+        made = np.empty(count, dtype=np.int64)
+        temperatures, seeds = np.array(starts.temperatures, dtype=np.float32), np.array(starts.seeds, dtype=np.int64)
+        drafts = _Drafts(
+            count, most,
+            *(_address(part) for part in (starts.tokens, starts.positions, starts.table, starts.steps)),
+            temperatures.ctypes.data, _address(seeds), _address(starts.homes), held.data_ptr(), stop,
+            _address(words), _address(words[count:]), gaps.ctypes.data, _address(made),
+        )  # fmt: skip
+        self._library.hispec_draft(
+            ctypes.byref(self._model),
+            ctypes.byref(self._embedding),
+            ctypes.byref(self._layers),
+            _int64(depth),
+            ctypes.byref(self._norm),
+            ctypes.byref(exit),
+            _pointer(_address(starts.tables)),
+            _int64(starts.tables.shape[1]),
+            ctypes.byref(drafts),
+            _int64(self._row_floats),
+            _pointer(self._scratch_for(count * (self.architecture.width + self._row_floats + exit.head.outputs))),
+        )
+        ends = made.tolist()
+        guesses, gap_lists = words.tolist(), gaps.tolist()
+        return Drafts(
+            [line[:end] for line, end in zip(guesses[:count], ends, strict=True)],
+            [line[:end] for line, end in zip(guesses[count:], ends, strict=True)],
+            [line[:end] for line, end in zip(gap_lists, ends, strict=True)],
+        )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
-from hispec_ray.core.plan import Rows
+from hispec_ray.core.plan import Drafts, DraftStarts, IntArray, Rows
 from hispec_ray.model.architecture import Architecture, rope_tables
 from hispec_ray.model.attention import Attention, GatheredAttention, VarlenAttention, flash_attention_reads_blocks
+from hispec_ray.model.decoder import draft_by_passes
+from hispec_ray.model.heads import ExitWeights, Heads
 from hispec_ray.model.kv_cache import KVCache
 
 TILE = 8  # rows of every product on a CPU: with one shape only, a row cannot depend on how many rows there are
@@ -16,7 +21,7 @@ TILE = 8  # rows of every product on a CPU: with one shape only, a row cannot de
 class TorchDecoder:
     """See `Decoder`. Hidden rows have the weights' dtype.
 
-    weights: canonical tensors (see `hispec_ray.model.weights`), moved to `device`.
+    weights: canonical tensors (see `hispec_ray.model.weights`), moved to `device`. choose: the choice rule, for `draft`.
     """
 
     def __init__(
@@ -28,14 +33,27 @@ class TorchDecoder:
         blocks: int,
         block_size: int,
         device: torch.device,
+        choose: Callable[..., Any],
+        heads: Heads | None = None,
     ) -> None:
         self.architecture = architecture
+        self._choose = choose
         self.blocks = blocks
         self.block_size = block_size
         self._device = device
         half = weights["embed.weight"].dtype == torch.bfloat16  # all that the flash kernels take
         self._flash = half and device.type == "cuda" and flash_attention_reads_blocks()
         self._weights = {name: tensor.to(device) for name, tensor in weights.items()}
+        self._ids = None if heads is None else heads.vocabulary
+        self._exits: dict[int, ExitWeights] = {}
+        if heads is not None:
+            self._exits = {
+                depth: ExitWeights(*(None if part is None else part.to(device) for part in (exit.up, exit.down)))
+                for depth, exit in heads.exits.items()
+                if depth < architecture.layers
+            }
+            head = self._weights["head.weight"]
+            self._exit_head = head if self._ids is None else head[self._ids.to(device)]
         a = architecture
         dtype = weights["embed.weight"].dtype
         self.cache = KVCache(a.layers, blocks, block_size, kv_heads=a.kv_heads, head_dim=a.head_dim, dtype=dtype, device=device)
@@ -49,7 +67,9 @@ class TorchDecoder:
         return 2 * architecture.layers * architecture.kv_heads * block_size * architecture.head_dim * dtype.itemsize
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias")
+        return self._product(x, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+
+    def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self._device.type != "cpu":
             return F.linear(x, weight, bias)
         padded = F.pad(x, (0, 0, 0, -len(x) % TILE))
@@ -73,6 +93,9 @@ class TorchDecoder:
             return x
         a, b = x.float().chunk(2, dim=-1)
         return (x.float() * self._cosines[positions] + torch.cat((-b, a), dim=-1) * self._sines[positions]).to(x.dtype)
+
+    def empty_rows(self, count: int) -> torch.Tensor:
+        return torch.empty(count, self.architecture.width, dtype=self._weights["embed.weight"].dtype, device=self._device)
 
     def embed(self, rows: Rows) -> torch.Tensor:
         hidden = self._weights["embed.weight"][torch.from_numpy(rows.tokens).to(self._device)]
@@ -105,5 +128,26 @@ class TorchDecoder:
         return hidden
 
     def logits(self, depth: int, hidden: torch.Tensor) -> torch.Tensor:
-        del depth  # every exit shares the final norm and head
-        return self._linear("head", self._normed("norm", hidden)).float()
+        exit = self._exits.get(depth)
+        if exit is None:
+            return self._product(self._normed("norm", hidden), self._weights["head.weight"], self._weights.get("head.bias")).float()
+        if exit.up is not None:
+            wide = hidden.float()
+            normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps)).to(hidden.dtype)
+            added = self._product(normed, exit.up)
+            if exit.down is not None:
+                gate, up = added.chunk(2, dim=-1)
+                added = self._product(F.silu(gate) * up, exit.down)
+            hidden = hidden + added
+        return self._product(self._normed("norm", hidden), self._exit_head).float()
+
+    def vocabulary(self, depth: int) -> torch.Tensor | None:
+        return self._ids if depth in self._exits else None
+
+    def copy_slots(self, source: IntArray, target: IntArray) -> None:
+        size = self.block_size
+        for a, b in zip(source.tolist(), target.tolist(), strict=True):
+            self.cache.pool[:, :, b // size, b % size] = self.cache.pool[:, :, a // size, a % size]
+
+    def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float) -> Drafts:
+        return draft_by_passes(self, self._choose, depth, starts, held, stop)

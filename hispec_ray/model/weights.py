@@ -78,6 +78,14 @@ class ModelSource:
                 raise ValueError(f"model.path is {self.name!r}: its tokenizer cannot be read: {_one_line(error)}") from error
         return self._tokenizer
 
+    def fingerprint(self) -> str:
+        """Return the sha256 of the weight files, one after the other: what a file of trained exits names its model by."""
+        digest = hashlib.sha256()
+        for path in _weight_files(self.folder):
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        return digest.hexdigest()
+
     def weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Read every tensor of `layout(architecture)` into memory of its own, contiguous, in `dtype`.
 

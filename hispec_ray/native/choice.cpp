@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "model.h"
 #include "team.h"
 
 constexpr int GROUP = 64;  // counters at a time, four ids each
@@ -36,9 +37,10 @@ static inline float log_positive(float x) {  // Cephes' logf for normal x > 0
   return (m + p) + e * 0.693359375f;
 }
 
-static void gumbel_group(uint64_t seed, uint64_t position, uint32_t first, float* out) {  // ids 4 * first ...
+// Noise of the ids 4 * counters[i] + j, at out[4 * i + j], for GROUP counters.
+static void gumbel_group(uint64_t seed, uint64_t position, const uint32_t* counters, float* out) {
   uint32_t a[GROUP], b[GROUP], c[GROUP], d[GROUP];
-  for (int i = 0; i < GROUP; ++i) a[i] = first + uint32_t(i), b[i] = uint32_t(position), c[i] = uint32_t(position >> 32), d[i] = 0;
+  for (int i = 0; i < GROUP; ++i) a[i] = counters[i], b[i] = uint32_t(position), c[i] = uint32_t(position >> 32), d[i] = 0;
   uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
   for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u)
     for (int i = 0; i < GROUP; ++i) {
@@ -73,51 +75,90 @@ static inline float largest(const float* x, int64_t n) {
   return top;
 }
 
-// The best of ids [from, to): the largest logit / temperature + noise, the lowest id among equals.
-static void best_of(const float* logits, float temperature, uint64_t seed, uint64_t position, int64_t from, int64_t to, float& value, int64_t& id) {
-  value = -INFINITY, id = from;
-  if (temperature == 0.0f) {
-    float top = largest(logits + from, to - from);
-    for (int64_t v = from; v < to; ++v)
-      if (logits[v] == top) { value = top, id = v; return; }
-    return;
+struct Best { float value = -INFINITY, second_value = -INFINITY; int64_t id = -1, second = -1; };
+
+// Takes up a score that comes after all that were taken up before, in order of id.
+static inline void take(Best& best, float score, int64_t id) {
+  if (score > best.value) {
+    best.second_value = best.value, best.second = best.id;
+    best.value = score, best.id = id;
+  } else if (score > best.second_value || best.second < 0) {
+    if (best.id < 0) best.id = id;  // minus infinity, and nothing before
+    else best.second_value = score, best.second = id;
   }
-  for (int64_t start = from; start < to; start += 4 * GROUP) {
-    float noise[4 * GROUP];
-    gumbel_group(seed, position, uint32_t(start / 4), noise);
-    int64_t stop = std::min<int64_t>(to, start + 4 * GROUP);
-    float score[4 * GROUP];
-    for (int64_t v = start; v < stop; ++v) score[v - start] = logits[v] / temperature + noise[v - start];
-    float top = largest(score, stop - start);
-    if (top > value)
-      for (int64_t v = start; v < stop; ++v)
-        if (score[v - start] == top) { value = top, id = v; break; }
+}
+
+// The best and the second of columns [from, to): the largest logit / temperature + noise, the lowest id among equals.
+static Best best_of(const float* logits, const int64_t* ids, float temperature, uint64_t seed, uint64_t position, int64_t from, int64_t to) {
+  Best best;
+  float score[4 * GROUP], noise[4 * GROUP];
+  uint32_t counters[GROUP];
+  int32_t place[4 * GROUP];  // where in `noise` a column's is
+  for (int64_t start = from, stop; start < to; start = stop) {
+    stop = std::min<int64_t>(to, start + 4 * GROUP);
+    const float* scores = logits + start;
+    if (temperature != 0.0f) {
+      if (!ids) {
+        for (int i = 0; i < GROUP; ++i) counters[i] = uint32_t(start / 4 + i);
+      } else {  // as many columns as share GROUP counters
+        int used = -1;
+        int64_t v = start;
+        for (; v < stop; ++v) {
+          uint32_t counter = uint32_t(ids[v] / 4);
+          if (used < 0 || counters[used] != counter) {
+            if (used + 1 == GROUP) break;
+            counters[++used] = counter;
+          }
+          place[v - start] = int32_t(4 * used + ids[v] % 4);
+        }
+        stop = v;
+        for (int i = used + 1; i < GROUP; ++i) counters[i] = 0;
+      }
+      gumbel_group(seed, position, counters, noise);
+      if (ids)
+        for (int64_t v = start; v < stop; ++v) score[v - start] = logits[v] / temperature + noise[place[v - start]];
+      else
+        for (int64_t v = start; v < stop; ++v) score[v - start] = logits[v] / temperature + noise[v - start];
+      scores = score;
+    }
+    if (best.second >= 0 && !(largest(scores, stop - start) > best.second_value)) continue;
+    for (int64_t v = start; v < stop; ++v) take(best, scores[v - start] != scores[v - start] ? -INFINITY : scores[v - start], v);
   }
+  return best;
 }
 
 extern "C" {
 // gumbel noise of ids 0 .. count-1; count is a multiple of 256.
 void hispec_gumbel(int64_t seed, int64_t position, int64_t count, float* out) {
-  for (int64_t v = 0; v < count; v += 4 * GROUP) gumbel_group(uint64_t(seed), uint64_t(position), uint32_t(v / 4), out + v);
+  uint32_t counters[GROUP];
+  for (int64_t v = 0; v < count; v += 4 * GROUP) {
+    for (int i = 0; i < GROUP; ++i) counters[i] = uint32_t(v / 4 + i);
+    gumbel_group(uint64_t(seed), uint64_t(position), counters, out + v);
+  }
 }
 
-// chosen[r] for logits [rows, vocabulary], row by row with its own temperature, seed and position.
-void hispec_choose(const float* logits, int64_t rows, int64_t vocabulary, const float* temperatures, const int64_t* seeds, const int64_t* positions, int64_t threads, int64_t* chosen) {
-  const int64_t unit = 4 * GROUP, units = (vocabulary + unit - 1) / unit, parts = std::min(threads, units);
-  std::vector<float> values(size_t(rows * parts));
-  std::vector<int64_t> ids(size_t(rows * parts));
+// The choice of each row of logits [rows, columns]; column v is id ids[v], or v where ids is null.
+void hispec_choose(const float* logits, int64_t rows, int64_t columns, const int64_t* ids, const Law* law, int64_t threads, const Chosen* chosen) {
+  const int64_t unit = 4 * GROUP, units = (columns + unit - 1) / unit, parts = std::min(threads, units);
+  std::vector<Best> found(static_cast<size_t>(rows * parts));
   Team::of(int(threads)).run([&](int thread) {
     for (int64_t i = thread; i < rows * parts; i += threads) {
       int64_t r = i / parts, p = i % parts;
-      best_of(logits + r * vocabulary, temperatures[r], uint64_t(seeds[r]), uint64_t(positions[r]), units * p / parts * unit,
-              std::min(vocabulary, units * (p + 1) / parts * unit), values[size_t(i)], ids[size_t(i)]);
+      found[size_t(i)] = best_of(logits + r * columns, ids, law->temperatures[r], uint64_t(law->seeds[r]), uint64_t(law->positions[r]),
+                                 units * p / parts * unit, std::min(columns, units * (p + 1) / parts * unit));
     }
   });
   for (int64_t r = 0; r < rows; ++r) {
-    int64_t best = r * parts;
-    for (int64_t i = best; i < (r + 1) * parts; ++i)
-      if (values[size_t(i)] > values[size_t(best)]) best = i;
-    chosen[r] = ids[size_t(best)];
+    Best best;
+    for (int64_t i = r * parts; i < (r + 1) * parts; ++i) {
+      const Best& part = found[size_t(i)];
+      take(best, part.value, part.id);
+      if (part.second >= 0) take(best, part.second_value, part.second);
+    }
+    chosen->ids[r] = ids ? ids[best.id] : best.id;
+    if (!chosen->seconds) continue;
+    chosen->seconds[r] = best.second < 0 ? chosen->ids[r] : ids ? ids[best.second] : best.second;
+    chosen->gaps[r] = best.second < 0 ? INFINITY : best.value - best.second_value;
   }
 }
 }

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <vector>
 
+#include "model.h"
 #include "team.h"
 
 #ifdef __AVX512F__
@@ -22,6 +23,7 @@ constexpr int LANES = 8, ROWS = 6;
 #endif
 constexpr int PANEL = 2 * LANES;         // columns of a weight panel
 constexpr int CHUNK = 16;                // columns of a panel of values; head sizes are padded to it
+constexpr float NETWORK_EPS = 1.1920929e-7f;  // of an exit network's norm: what torch's rms_norm takes by default
 constexpr int64_t TILE_FLOATS = 48 << 10;  // input rows kept in the second-level cache while panels stream by
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
@@ -131,28 +133,6 @@ static inline vec exp_vec(vec x) {
   p = p * (vec)((n + 127) << 23);
   return (vec)((ivec)p & ~under);
 }
-
-struct Norm { const float *weight, *bias; };
-struct Matrix { const void* panels; const float* bias; int64_t in, out; };  // bias may be null
-
-struct Layer {
-  Norm attention_norm, mlp_norm;
-  const float *query_norm, *key_norm;  // null where the family has none
-  Matrix qkv, out, gate, up, down;     // gate.panels is null where the MLP is plain
-  void *keys, *values;                 // [blocks][kv_heads] panels
-};
-
-struct Model {
-  int64_t width, heads, kv_heads, head_size, padded_head, intermediate, block_size, threads;
-  int64_t layer_norm, bf16_weights;  // flags
-  float norm_eps, scale;
-  const float *cosines, *sines;  // [positions][head_size / 2]; null where positions are learned
-};
-
-struct Rows {
-  int64_t rows, slots_count, table_width;
-  const int64_t *positions, *table, *tables, *slots, *slot_rows;
-};
 
 static float lane_sum(const float* x, const float* y, int64_t n) {  // sum of x * y: lanes first, then lanes in order, then the rest
   vec acc = {};
@@ -323,6 +303,17 @@ static void write_slot(const Model& m, const Layer& layer, int64_t slot, int64_t
   }
 }
 
+static void swiglu(float* gate, const float* up, int64_t count, float* out) {  // out = silu(gate) * up
+  for (int64_t i = 0; i < count; i += LANES) {  // the last vector may be short: through a copy, so that every entry meets the same code
+    alignas(64) float a[LANES] = {}, b[LANES] = {};
+    size_t bytes = size_t(std::min<int64_t>(LANES, count - i)) * 4;
+    std::memcpy(a, gate + i, bytes), std::memcpy(b, up + i, bytes);
+    vec g = load(a);
+    store(a, g / (exp_vec(-g) + 1.0f) * load(b));
+    std::memcpy(out + i, a, bytes);
+  }
+}
+
 template <class W>
 static void run_layers(const Model& m, const Layer* layers, int64_t count, const Rows& rows, float* hidden, float* scratch) {
   const int64_t n = rows.rows, width = m.width, query_width = m.heads * m.head_size, kv_width = m.kv_heads * m.head_size;
@@ -373,14 +364,7 @@ static void run_layers(const Model& m, const Layer* layers, int64_t count, const
           for (int64_t i = begin; i < end; ++i) up[i] = std::max(up[i], 0.0f);
           continue;
         }
-        for (int64_t i = begin; i < end; i += LANES) {  // the last vector may be short: through a copy, so that every entry meets the same code
-          alignas(64) float a[LANES] = {}, b[LANES] = {};
-          size_t bytes = size_t(std::min<int64_t>(LANES, end - i)) * 4;
-          std::memcpy(a, gate + i, bytes), std::memcpy(b, up + i, bytes);
-          vec g = load(a);
-          store(a, g / (exp_vec(-g) + 1.0f) * load(b));
-          std::memcpy(up + i, a, bytes);
-        }
+        if (begin < end) swiglu(gate + begin, up + begin, end - begin, up + begin);
       }
       meeting.wait();
       product_shared<W>(inner, m.intermediate, n, layer.down, hidden, width, true, thread, threads);
@@ -389,19 +373,73 @@ static void run_layers(const Model& m, const Layer* layers, int64_t count, const
   });
 }
 
+// out = x + f(x / rms(x)) for an exit's rows; scratch: n * (width + 2 * inner) floats.
 template <class W>
-static void run_head(const Model& m, const Norm& norm, const Matrix& head, int64_t n, const float* hidden, float* scratch, float* logits) {
-  for (int64_t r = 0; r < n; ++r) norm_row(m, norm, hidden + r * m.width, scratch + r * m.width);
-  Team::of(int(m.threads)).run([&](int thread) { product_shared<W>(scratch, m.width, n, head, logits, head.out, false, thread, int(m.threads)); });
+static void run_network(const Model& m, const ExitNetwork& net, int64_t n, const float* hidden, float* scratch, float* out) {
+  const int64_t width = m.width, inner = net.gate.panels ? net.up.out : 0;
+  float *normed = scratch, *ups = normed + n * width, *gates = ups + n * inner;
+  for (int64_t r = 0; r < n; ++r) {
+    const float* x = hidden + r * width;
+    float inverse = 1.0f / std::sqrt(lane_sum(x, x, width) / float(width) + NETWORK_EPS);
+    for (int64_t i = 0; i < width; ++i) normed[r * width + i] = x[i] * inverse;
+  }
+  std::memcpy(out, hidden, size_t(n * width) * 4);
+  const int threads = int(m.threads);
+  Meeting meeting(threads);
+  Team::of(threads).run([&](int thread) {
+    if (!net.gate.panels) return product_shared<W>(normed, width, n, net.up, out, width, true, thread, threads);
+    int64_t from, to;
+    share((inner + PANEL - 1) / PANEL, thread, threads, from, to);
+    product<W>(normed, width, n, net.up, ups, inner, false, from, to);
+    product<W>(normed, width, n, net.gate, gates, inner, false, from, to);
+    int64_t begin = from * PANEL, end = std::min(inner, to * PANEL);
+    for (int64_t r = 0; r < n && begin < end; ++r) swiglu(gates + r * inner + begin, ups + r * inner + begin, end - begin, ups + r * inner + begin);
+    meeting.wait();
+    product_shared<W>(ups, inner, n, net.down, out, width, true, thread, threads);
+  });
 }
 
-// out[r] = the columns ids[r] of a matrix in panels: the embedding, where it is the head's own matrix.
 template <class W>
-static void columns_of(const Matrix& m, int64_t rows, const int64_t* ids, float* out) {
-  for (int64_t r = 0; r < rows; ++r) {
-    const W* panel = static_cast<const W*>(m.panels) + ids[r] / PANEL * m.in * PANEL;
-    for (int64_t k = 0; k < m.in; ++k) out[r * m.in + k] = widen(panel[panel_index(panel, k, ids[r] % PANEL, PANEL)]);
+static void run_exit(const Model& m, const Norm& norm, const Exit& exit, int64_t n, const float* hidden, float* scratch, float* logits) {
+  float* rows = scratch + n * m.width;
+  if (exit.network.up.panels) {
+    run_network<W>(m, exit.network, n, hidden, rows + n * m.width, rows);
+    hidden = rows;
   }
+  for (int64_t r = 0; r < n; ++r) norm_row(m, norm, hidden + r * m.width, scratch + r * m.width);
+  Team::of(int(m.threads)).run([&](int thread) { product_shared<W>(scratch, m.width, n, exit.head, logits, exit.head.out, false, thread, int(m.threads)); });
+}
+
+template <class W>
+static void embed(const Model& m, const Embedding& e, int64_t rows, const int64_t* ids, const int64_t* positions, float* out) {
+  const W *table = static_cast<const W*>(e.table), *places = static_cast<const W*>(e.positions);
+  for (int64_t r = 0; r < rows; ++r, out += m.width) {
+    const W* panel = table ? nullptr : static_cast<const W*>(e.tied.panels) + ids[r] / PANEL * m.width * PANEL;
+    for (int64_t k = 0; k < m.width; ++k) out[k] = widen(table ? table[ids[r] * m.width + k] : panel[panel_index(panel, k, ids[r] % PANEL, PANEL)]);
+    if (places)
+      for (int64_t k = 0; k < m.width; ++k) out[k] += widen(places[(positions[r] + e.offset) * m.width + k]);
+  }
+}
+
+// Copies what slot `from` holds to slot `to`, in all layers.
+template <class W>
+static void copy_slot(const Model& m, const Layer* layers, int64_t count, int64_t from, int64_t to) {
+  const int64_t size = m.padded_head, panel = m.block_size * size;
+  const int64_t a = from % m.block_size, b = to % m.block_size;
+  for (int64_t l = 0; l < count; ++l)
+    for (int64_t head = 0; head < m.kv_heads; ++head) {
+      W *keys = static_cast<W*>(layers[l].keys), *values = static_cast<W*>(layers[l].values);
+      const int64_t source = (from / m.block_size * m.kv_heads + head) * panel, target = (to / m.block_size * m.kv_heads + head) * panel;
+      const W* key = keys + source + a / CHUNK * CHUNK * size;
+      W* new_key = keys + target + b / CHUNK * CHUNK * size;
+      const W* value = values + source;
+      W* new_value = values + target;
+      for (int64_t i = 0; i < m.head_size; ++i) {
+        new_key[panel_index(keys, i, b % CHUNK, CHUNK)] = key[panel_index(keys, i, a % CHUNK, CHUNK)];
+        const int64_t chunk = i / CHUNK * CHUNK * m.block_size;
+        new_value[chunk + panel_index(values, b, i % CHUNK, CHUNK)] = value[chunk + panel_index(values, a, i % CHUNK, CHUNK)];
+      }
+    }
 }
 
 extern "C" {
@@ -414,15 +452,22 @@ void hispec_run_layers(const Model* m, const Layer* layers, int64_t count, const
   else run_layers<float>(*m, layers, count, *rows, hidden, scratch);
 }
 
-// out [rows, width] of ids [rows] in a tied head.
-void hispec_embed(const Model* m, const Matrix* head, int64_t rows, const int64_t* ids, float* out) {
-  if (m->bf16_weights) columns_of<bf16>(*head, rows, ids, out);
-  else columns_of<float>(*head, rows, ids, out);
+// out [rows, width] of ids [rows] at positions [rows].
+void hispec_embed(const Model* m, const Embedding* e, int64_t rows, const int64_t* ids, const int64_t* positions, float* out) {
+  if (m->bf16_weights) embed<bf16>(*m, *e, rows, ids, positions, out);
+  else embed<float>(*m, *e, rows, ids, positions, out);
 }
 
-// logits [rows, vocabulary] of hidden [rows, width]; scratch: rows * width floats.
-void hispec_run_head(const Model* m, const Norm* norm, const Matrix* head, int64_t rows, const float* hidden, float* scratch, float* logits) {
-  if (m->bf16_weights) run_head<bf16>(*m, *norm, *head, rows, hidden, scratch, logits);
-  else run_head<float>(*m, *norm, *head, rows, hidden, scratch, logits);
+// logits [rows, columns of the exit's head] of hidden [rows, width]; scratch: rows * (3 * width + 2 * the network's inner width) floats.
+void hispec_run_exit(const Model* m, const Norm* norm, const Exit* exit, int64_t rows, const float* hidden, float* scratch, float* logits) {
+  if (m->bf16_weights) run_exit<bf16>(*m, *norm, *exit, rows, hidden, scratch, logits);
+  else run_exit<float>(*m, *norm, *exit, rows, hidden, scratch, logits);
+}
+
+// Copies keys and values of slots from[i] to slots to[i], one after the other.
+void hispec_copy_slots(const Model* m, const Layer* layers, int64_t layers_count, int64_t count, const int64_t* from, const int64_t* to) {
+  for (int64_t i = 0; i < count; ++i)
+    if (m->bf16_weights) copy_slot<bf16>(*m, layers, layers_count, from[i], to[i]);
+    else copy_slot<float>(*m, layers, layers_count, from[i], to[i]);
 }
 }

@@ -16,8 +16,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCES = {"kernels.cpp": (), "choice.cpp": ("-ffp-contract=off",)}
-HEADERS = ("team.h",)
+SOURCES = {"kernels.cpp": (), "draft.cpp": (), "choice.cpp": ("-ffp-contract=off",)}
+HEADERS = ("model.h", "team.h")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-pthread", "-fPIC")
 
 

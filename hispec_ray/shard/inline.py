@@ -9,12 +9,12 @@ from hispec_ray.shard.shard import Shard
 
 
 class InlineExecutor:
-    """Runs plans on one shard, on the thread that asks. blocks: of the key-value pool; levels: their names, shallow to deep."""
+    """Runs plans on one shard, on the thread that asks. blocks: of the key-value pool; sources: see `Round`."""
 
     def __init__(self, settings: Settings, source: ModelSource) -> None:
         self.shard = Shard(settings, source)
         self.blocks = self.shard.blocks
-        self.levels = tuple(level.name for level in self.shard.levels)
+        self.sources = self.shard.sources
         self.window = self.shard.levels[-1].window
 
     def execute(self, plan: StepPlan) -> StepResult:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -10,12 +12,14 @@ from hispec_ray.config import Settings, SpeculationSettings
 from hispec_ray.core.plan import StepPlan, StepResult
 from hispec_ray.model.architecture import check_exits
 from hispec_ray.model.decoder import Decoder
+from hispec_ray.model.heads import Heads, load_heads
 from hispec_ray.model.native_decoder import NativeDecoder
 from hispec_ray.model.torch_decoder import TorchDecoder
 from hispec_ray.model.weights import ModelSource
 from hispec_ray.native.library import NativeUnavailableError, load
 from hispec_ray.speculation.choice import Choose, choose_native, choose_torch
-from hispec_ray.speculation.round import Level, Round
+from hispec_ray.speculation.drafters import LookupDrafter
+from hispec_ray.speculation.round import Doubt, Level, Model, Round
 
 logger = logging.getLogger(__name__)
 
@@ -32,17 +36,27 @@ def levels_for(speculation: SpeculationSettings, layers: int) -> tuple[Level, ..
     draft = exits.draft or min(eighth, exits.check or layers)
     check = exits.check or max(draft, quarter)
     check_exits(layers, draft, check)
+    guesser = () if speculation.drafter == "lookup" else (Level("draft", draft, 0),)
     if speculation.method == "plain":
         return (Level("full", layers, 0),)
     if speculation.method == "single":
-        return Level("draft", draft, 0), Level("full", layers, speculation.draft_tokens)
-    return Level("draft", draft, 0), Level("check", check, speculation.draft_tokens), Level("full", layers, speculation.window)
+        return *guesser, Level("full", layers, speculation.draft_tokens)
+    return *guesser, Level("check", check, speculation.draft_tokens), Level("full", layers, speculation.window)
+
+
+def round_for(speculation: SpeculationSettings, model: Model, levels: Sequence[Level], choose: Choose) -> Round:
+    """Return the round of the method: its levels, its drafter, and what the levels do where they are unsure."""
+    looks_up = speculation.method != "plain" and speculation.drafter != "exit"
+    drafter = LookupDrafter(speculation.lookup_confidence) if looks_up else None
+    doubt = Doubt(speculation.stop_below, speculation.branch_below, speculation.branches)
+    return Round(model, levels, choose, drafter, doubt)
 
 
 class Shard:
     """The model of one process behind one method: `execute`.
 
-    levels: of the method, see `levels_for`; blocks: of the key-value pool; weight_bytes, cache_bytes: what the weights and the pool take.
+    levels: of the method, see `levels_for`; sources: who may have chosen a token first, see `Round`; blocks: of the key-value pool;
+    weight_bytes, cache_bytes: what the weights and the pool take.
     Sets the threads of torch for the whole process.
     Raises ValueError when the settings do not fit the model or the machine.
     """
@@ -59,6 +73,7 @@ class Shard:
         self.cache_bytes = self.blocks * block_bytes
         threads = settings.model.thread_count()
         torch.set_num_threads(threads)
+        heads = _heads_for(settings.speculation.exits.heads, self.levels, source, dtype)
         weights = source.weights(dtype)
         self.weight_bytes = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in weights.values()}.values())
         positions = min(architecture.attention_limit, settings.model.max_model_len or architecture.attention_limit)
@@ -67,17 +82,19 @@ class Shard:
         choose: Choose
         try:
             if native:
-                self.decoder = NativeDecoder(architecture, weights, threads=threads, **shape)
+                self.decoder = NativeDecoder(architecture, weights, threads=threads, heads=heads, **shape)
                 choose = choose_native(threads)
             else:
-                self.decoder = TorchDecoder(architecture, weights, device=torch.device(settings.model.device), **shape)
+                device = torch.device(settings.model.device)
+                self.decoder = TorchDecoder(architecture, weights, device=device, choose=choose_torch, heads=heads, **shape)
                 choose = choose_torch
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise ValueError(
                 f"the model's {self.weight_bytes / _GIB:.1f} GiB and a cache of {self.blocks} blocks, {self.cache_bytes / _GIB:.1f} GiB "
                 "(cache.memory_gib or cache.blocks), do not fit into memory"
             ) from error
-        self._round = Round(self.decoder, self.levels, choose)
+        self._round = round_for(settings.speculation, self.decoder, self.levels, choose)
+        self.sources = self._round.sources
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one round; see `Round.run`."""
@@ -100,6 +117,15 @@ def _wants_native(settings: Settings) -> bool:
         logger.warning("decoding with torch alone, several times slower than the native kernels: %s", error)
         return False
     return True
+
+
+def _heads_for(path: str | None, levels: Sequence[Level], source: ModelSource, dtype: torch.dtype) -> Heads | None:
+    """The trained exits of the levels below the top, where a file of them is named. Raises ValueError as `load_heads`."""
+    exits = [level.depth for level in levels[:-1] if level.depth < source.architecture.layers]
+    if path is None or not exits:
+        return None
+    a = source.architecture
+    return load_heads(Path(path).expanduser(), source.fingerprint(), exits=exits, width=a.width, vocabulary=a.vocabulary, dtype=dtype)
 
 
 def _block_count(settings: Settings, block_bytes: int) -> int:

@@ -13,14 +13,39 @@ fused multiply-add): the native kernel and torch give the same bits, whatever th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from hispec_ray.native import library
 
-Choose = Callable[[torch.Tensor, Sequence[float], Sequence[int], Sequence[int]], list[int]]
-"""(logits fp32 [R, V], temperatures [R], seeds [R], positions [R]) -> R token ids."""
+
+class Choices(NamedTuple):
+    """What rows chose: ids, the runners-up, and by how much a runner-up's score (logit / T + noise) falls short: how sure a choice is."""
+
+    ids: list[int]
+    seconds: list[int]
+    gaps: list[float]
+
+
+class Choose(Protocol):
+    """The rule for a batch of rows."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        temperatures: Sequence[float],
+        seeds: Sequence[int],
+        positions: Sequence[int],
+        vocabulary: torch.Tensor | None = None,
+    ) -> Choices:
+        """Return R choices for logits fp32 `[R, V]`, each row with its own temperature, seed and position (that of the token chosen).
+
+        vocabulary: int64[V], ascending, the ids that the columns stand for; 0 .. V - 1 where None. A runner-up of a vocabulary of one
+        is the choice itself, with a gap of infinity.
+        """
+
 
 _WORD = 0xFFFFFFFF
 _LOG_POLYNOMIAL = (
@@ -73,18 +98,46 @@ def gumbel(seeds: Sequence[int], positions: Sequence[int], vocabulary: int, devi
     return -_log(-_log(uniform))
 
 
-def choose_torch(logits: torch.Tensor, temperatures: Sequence[float], seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
+def choose_torch(
+    logits: torch.Tensor,
+    temperatures: Sequence[float],
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    vocabulary: torch.Tensor | None = None,
+) -> Choices:
     """The rule in torch, on any device; see the module's docstring and `Choose`."""
+    device = logits.device
+    columns = logits.shape[1]
+    ids = torch.arange(columns, device=device) if vocabulary is None else vocabulary.to(device)
     scores = torch.where(logits.isnan(), -torch.inf, logits)  # a number that is none is never the best
     drawn = [i for i, temperature in enumerate(temperatures) if temperature > 0]
     if drawn:
-        noise = gumbel([seeds[i] for i in drawn], [positions[i] for i in drawn], logits.shape[1], logits.device)
-        scales = torch.tensor([temperatures[i] for i in drawn], dtype=torch.float32, device=logits.device).unsqueeze(1)
-        scores[drawn] = scores[drawn] / scales + noise
-    best = scores.max(dim=1, keepdim=True).values
-    ids = torch.arange(scores.shape[1], device=scores.device)
-    chosen: list[int] = torch.where(scores == best, ids, scores.shape[1]).min(dim=1).values.tolist()
-    return chosen
+        most = columns if vocabulary is None else int(vocabulary[-1]) + 1
+        noise = gumbel([seeds[i] for i in drawn], [positions[i] for i in drawn], most, device)
+        scales = torch.tensor([temperatures[i] for i in drawn], dtype=torch.float32, device=device).unsqueeze(1)
+        scores[drawn] = scores[drawn] / scales + (noise if vocabulary is None else noise[:, ids])
+    place = torch.arange(columns, device=device)
+
+    def best_of(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        best = scores.max(dim=1, keepdim=True).values
+        return best[:, 0], torch.where(scores == best, place[: scores.shape[1]], columns).min(dim=1).values
+
+    value, column = best_of(scores)
+    chosen: list[int] = ids[column].tolist()
+    if columns == 1:
+        return Choices(chosen, chosen, [float("inf")] * len(chosen))
+    others = place.expand(len(scores), -1)[place != column[:, None]].view(len(scores), columns - 1)
+    second_value, second = best_of(scores.gather(1, others))
+    gaps = torch.where(second_value == value, 0.0, value - second_value)  # also of two minus infinities
+    return Choices(chosen, ids[others.gather(1, second[:, None])[:, 0]].tolist(), gaps.tolist())
+
+
+class _Law(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("temperatures", "seeds", "positions"))
+
+
+class _Chosen(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("ids", "seconds", "gaps"))
 
 
 def choose_native(threads: int) -> Choose:
@@ -94,15 +147,23 @@ def choose_native(threads: int) -> Choose:
     """
     kernel = library.load().hispec_choose
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    kernel.argtypes = (pointer, number, number, pointer, pointer, pointer, number, pointer)
+    kernel.argtypes = (pointer, number, number, pointer, pointer, number, pointer)
+    reference = ctypes.byref
 
-    def choose(logits: torch.Tensor, temperatures: Sequence[float], seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
-        rows, vocabulary = logits.shape
-        scales = torch.tensor(temperatures, dtype=torch.float32)
-        words = torch.tensor((seeds, positions, positions))  # the last line is written over with the choices
-        at, line = words.data_ptr(), 8 * rows
-        kernel(logits.data_ptr(), rows, vocabulary, scales.data_ptr(), at, at + line, threads, at + 2 * line)
-        ids: list[int] = words[2].tolist()
-        return ids
+    def choose(
+        logits: torch.Tensor,
+        temperatures: Sequence[float],
+        seeds: Sequence[int],
+        positions: Sequence[int],
+        vocabulary: torch.Tensor | None = None,
+    ) -> Choices:
+        rows, columns = logits.shape
+        words = torch.tensor((seeds, positions, positions, positions))  # the last two lines are written over with the choices
+        floats = torch.tensor((temperatures, temperatures), dtype=torch.float32)
+        at, line, scales = words.data_ptr(), 8 * rows, floats.data_ptr()
+        law, chosen = _Law(scales, at, at + line), _Chosen(at + 2 * line, at + 3 * line, scales + 4 * rows)
+        ids = None if vocabulary is None else vocabulary.data_ptr()
+        kernel(logits.data_ptr(), rows, columns, ids, reference(law), threads, reference(chosen))
+        return Choices(words[2].tolist(), words[3].tolist(), floats[1].tolist())
 
     return choose

@@ -22,9 +22,7 @@ class Progress:
         self._log = (folder / "log.jsonl").open("a", buffering=1)
         self._exits = exits
         self._console = Console(stderr=True)
-        self._bar = Bar(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=self._console
-        )
+        self._bar = Bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=self._console)
         self._task = self._bar.add_task("training", total=steps)
         self._board: Any = None
         try:
@@ -47,9 +45,13 @@ class Progress:
         self._log.write(report.as_json() + "\n")
         exits = "  ".join(f"exit {exit} {share:.1%}" for exit, share in zip(self._exits, report.agreement, strict=True))
         if report.held_out:
-            self._console.print(f"step {report.step}, held out: loss {report.loss:.3f}, text {report.text:.3f}, agreement {exits}", highlight=False)
+            self._console.print(
+                f"step {report.step}, held out: loss {report.loss:.3f}, text {report.text:.3f}, agreement {exits}", highlight=False
+            )
         else:
-            self._bar.update(self._task, completed=report.step, description=f"loss {report.loss:.3f}  {exits}  {report.tokens_per_second:.0f} tok/s")
+            self._bar.update(
+                self._task, completed=report.step, description=f"loss {report.loss:.3f}  {exits}  {report.tokens_per_second:.0f} tok/s"
+            )
         if self._board is not None:
             split = "held_out" if report.held_out else "train"
             self._board.add_scalar(f"{split}/loss", report.loss, report.step)

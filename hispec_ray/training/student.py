@@ -56,6 +56,7 @@ class ExitStudent(nn.Module):
         self.backbone = backbone
         self.exits = tuple(exits)
         self.networks = None if networks is None else nn.ModuleList(networks)
+        self.vocabulary: torch.Tensor | None
         self.register_buffer("vocabulary", vocabulary, persistent=False)
         self._decoder = backbone.get_decoder()
         self._norm = self._decoder.norm if hasattr(self._decoder, "norm") else self._decoder.final_layer_norm
@@ -72,7 +73,12 @@ class ExitStudent(nn.Module):
         return out
 
     def forward(
-        self, ids: torch.Tensor, targets: torch.Tensor, dropped: frozenset[int] = frozenset(), exit_weight: float = 1.0, text_weight: float = 1.0
+        self,
+        ids: torch.Tensor,
+        targets: torch.Tensor,
+        dropped: frozenset[int] = frozenset(),
+        exit_weight: float = 1.0,
+        text_weight: float = 1.0,
     ) -> tuple[torch.Tensor, Scores]:
         """Return the loss, summed over positions, and the scores.
 
@@ -114,9 +120,8 @@ class ExitStudent(nn.Module):
 
     def _logits(self, head: nn.Linear, rows: torch.Tensor, *, every: bool = False) -> torch.Tensor:
         """fp32 logits of normed rows [N, d]: over the whole vocabulary [N, V] or the exits' [N, V']."""
-        if every or self.vocabulary is None:
-            return head(rows).float()
-        return F.linear(rows, head.weight[self.vocabulary]).float()
+        weight = head.weight if every or self.vocabulary is None else head.weight[self.vocabulary]
+        return F.linear(rows, weight).float()
 
 
 def layers_to_drop(layers: int, rate: float, exits: Sequence[int], generator: torch.Generator) -> frozenset[int]:

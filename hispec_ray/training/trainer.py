@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import shutil
 import time
@@ -81,7 +80,14 @@ def train(student: ExitStudent, batches: Batches, settings: TrainingSettings, fo
 
 class _Loop:
     def __init__(
-        self, student: ExitStudent, batches: Batches, settings: TrainingSettings, folder: Path, report: Callable[[Report], None], rank: int, world: int
+        self,
+        student: ExitStudent,
+        batches: Batches,
+        settings: TrainingSettings,
+        folder: Path,
+        report: Callable[[Report], None],
+        rank: int,
+        world: int,
     ) -> None:
         import deepspeed  # noqa: PLC0415  seconds to import, and only training needs it
 
@@ -92,7 +98,8 @@ class _Loop:
         parts, left = divmod(settings.lines_per_step, settings.micro_lines * world)
         if left or not parts:
             raise ValueError(
-                f"lines_per_step is {settings.lines_per_step}; it must be a multiple of micro_lines x processes, {settings.micro_lines} x {world}"
+                f"lines_per_step is {settings.lines_per_step}; it must be a multiple of micro_lines x processes, "
+                f"{settings.micro_lines} x {world}"
             )
         self.accumulation = parts
         self.layers = student.backbone.config.num_hidden_layers
@@ -140,23 +147,26 @@ class _Loop:
         parts = micro_batches(self.batches.batch(step), self.accumulation * self.world)
         tokens = sum(int((targets >= 0).sum()) for _, targets in parts)
         scale = self.world * self.accumulation / tokens  # DeepSpeed divides by both
-        totals: list[Scores] = []
+        found: list[Scores] = []
         loss_sum = 0.0
         for ids, targets in parts[self.rank :: self.world]:
-            loss, scores = self.engine(
-                ids.to(self.engine.device), targets.to(self.engine.device), dropped, settings.exit_weight, settings.text_weight
-            )
+            loss, scores = self._forward(ids, targets, dropped)
             self.engine.backward(loss * scale)
             self.engine.step()
             loss_sum += float(loss.detach())
-            totals.append(scores)
-        total, extra = self._total(totals, loss_sum)
-        return total, extra / tokens
+            found.append(scores)
+        total, loss_sum = self._total(found, loss_sum)
+        return total, loss_sum / tokens
+
+    def _forward(self, ids: torch.Tensor, targets: torch.Tensor, dropped: frozenset[int]) -> tuple[torch.Tensor, Scores]:
+        device, settings = self.engine.device, self.settings
+        loss, scores = self.engine(ids.to(device), targets.to(device), dropped, settings.exit_weight, settings.text_weight)
+        return loss, scores
 
     def _total(self, scores: list[Scores], loss: float) -> tuple[Scores, float]:
         """Add scores over a step's batches and over the ranks."""
         exits = len(scores[0].divergence)
-        values = torch.stack([torch.cat((s.tokens.view(1).double(), s.text.view(1).double(), s.divergence.double(), s.agreement.double())) for s in scores])
+        values = torch.stack([torch.cat((torch.stack((s.tokens, s.text)), s.divergence, s.agreement)).double() for s in scores])
         summed = torch.cat((values.sum(dim=0), torch.tensor([loss], dtype=torch.float64, device=values.device)))
         if self.world > 1:
             dist.all_reduce(summed)
@@ -171,7 +181,7 @@ class _Loop:
         self.engine.eval()
         found, loss_sum = [], 0.0
         for ids, targets in micro_batches(lines, len(lines) // self.settings.micro_lines)[self.rank :: self.world]:
-            loss, scores = self.engine(ids.to(self.engine.device), targets.to(self.engine.device), frozenset(), self.settings.exit_weight, self.settings.text_weight)
+            loss, scores = self._forward(ids, targets, frozenset())
             found.append(scores)
             loss_sum += float(loss)
         self.engine.train()
@@ -225,7 +235,8 @@ def _process_group() -> Iterator[tuple[int, int]]:
         yield dist.get_rank(), dist.get_world_size()
         return
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads its device's number here
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=store, rank=0, world_size=1)
     try:
         yield 0, 1
     finally:

@@ -15,11 +15,13 @@ import torch
 from tiny import FAMILIES, make_checkpoint
 from transformers import AutoModelForCausalLM
 
-from hispec_ray.core.plan import Rows
-from hispec_ray.model.decoder import Decoder
+from hispec_ray.core.plan import DraftStarts, Rows
+from hispec_ray.model.decoder import Decoder, draft_by_passes
+from hispec_ray.model.heads import ExitNetwork, ExitWeights, Heads
 from hispec_ray.model.native_decoder import NativeDecoder
 from hispec_ray.model.torch_decoder import TorchDecoder
 from hispec_ray.model.weights import ModelSource, open_model
+from hispec_ray.speculation.choice import choose_native, choose_torch
 
 SIZE = 16
 BLOCKS = 128
@@ -69,16 +71,17 @@ def run(decoder: Decoder, parts: Sequence[Part], *depths: int) -> list[torch.Ten
     return [*found, decoder.logits(depths[-1], hidden)]
 
 
-def native(source: ModelSource, dtype: torch.dtype = torch.float32, threads: int = 1) -> NativeDecoder:
+def native(source: ModelSource, dtype: torch.dtype = torch.float32, threads: int = 1, heads: Heads | None = None) -> NativeDecoder:
     positions = min(1024, source.architecture.attention_limit)
-    return NativeDecoder(source.architecture, source.weights(dtype), positions=positions, blocks=BLOCKS, block_size=SIZE, threads=threads)
+    shape = {"positions": positions, "blocks": BLOCKS, "block_size": SIZE}
+    return NativeDecoder(source.architecture, source.weights(dtype), threads=threads, heads=heads, **shape)
 
 
-def plain_torch(source: ModelSource, dtype: torch.dtype = torch.float32, threads: int = 1) -> TorchDecoder:
+def plain_torch(source: ModelSource, dtype: torch.dtype = torch.float32, threads: int = 1, heads: Heads | None = None) -> TorchDecoder:
     torch.set_num_threads(threads)
     positions = min(1024, source.architecture.attention_limit)
-    device = torch.device("cpu")
-    return TorchDecoder(source.architecture, source.weights(dtype), positions=positions, blocks=BLOCKS, block_size=SIZE, device=device)
+    shape = {"positions": positions, "blocks": BLOCKS, "block_size": SIZE, "device": torch.device("cpu")}
+    return TorchDecoder(source.architecture, source.weights(dtype), choose=choose_torch, heads=heads, **shape)
 
 
 Build = Callable[..., Decoder]
@@ -261,3 +264,100 @@ def test_rejected_rows_leave_no_trace(tiny_folder: Path) -> None:
     run(decoder, [(wrong, 0, 50)], depth)
     logits = run(decoder, [(text, 33, 50)], depth)[-1]
     assert torch.equal(logits, run(native(source), [(text, 0, 50)], depth)[-1][33:])
+
+
+def trained(source: ModelSource, kind: Any, ids: int | None) -> tuple[dict[int, ExitNetwork], Heads]:
+    """Random exits at depths 1 and 2, as torch modules and as a decoder takes them; `ids`: how many tokens they score."""
+    torch.manual_seed(3)
+    width, vocabulary = source.architecture.width, source.architecture.vocabulary
+    networks = {depth: ExitNetwork(width, kind, 24) for depth in (1, 2)}
+    for network in networks.values():
+        for weight in network.parameters():
+            torch.nn.init.normal_(weight, std=0.2)
+            weight.requires_grad_(False)
+    some = None if ids is None else torch.randperm(vocabulary)[:ids].sort().values
+    down = {depth: None if network.down is None else network.down.weight for depth, network in networks.items()}
+    return networks, Heads({depth: ExitWeights(network.up.weight, down[depth]) for depth, network in networks.items()}, some)
+
+
+@DECODERS
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+@pytest.mark.parametrize("ids", [None, 77])
+@pytest.mark.parametrize("variant", ["llama3", "opt"])
+def test_trained_exits_are_the_modules_that_were_trained(variant: str, kind: str, ids: int | None, build: Build, tmp_path: Path) -> None:
+    source = open_model(str(make_checkpoint(tmp_path / "model", variant)))
+    networks, heads = trained(source, kind, ids)
+    text = Text.random(40, source.architecture.vocabulary, 1)
+    decoder, bare = build(source, heads=heads), build(source)
+    depth = source.architecture.layers
+    some = slice(None) if heads.vocabulary is None else heads.vocabulary
+    for exit, network in networks.items():
+        hidden, logits = run(decoder, [(text, 0, 40)], exit)
+        assert torch.equal(hidden, run(bare, [(text, 0, 40)], exit)[0]), "an exit's network must not touch what the next layer reads"
+        wanted = bare.logits(exit, network(hidden.float()))[:, some]
+        assert float((logits - wanted).abs().max()) < 1e-4
+        assert decoder.vocabulary(exit) is heads.vocabulary
+        for row in (0, 39):
+            assert torch.equal(decoder.logits(exit, hidden[row : row + 1])[0], logits[row]), "a row depends on its neighbours"
+    assert torch.equal(run(decoder, [(text, 0, 40)], depth)[-1], run(bare, [(text, 0, 40)], depth)[-1])
+    assert decoder.vocabulary(depth) is None
+
+
+@pytest.mark.parametrize("variant", ["smollm", "opt", "qwen3"])
+@pytest.mark.parametrize("ids", [None, 77])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_of_drafts_is_the_passes_one_by_one(variant: str, ids: int | None, dtype: torch.dtype, tmp_path: Path) -> None:
+    """In one native call or in many: the same guesses, runners-up, gaps, hidden rows and keys, for a batch of uneven lengths."""
+    source = open_model(str(make_checkpoint(tmp_path / "model", variant)))
+    _, heads = trained(source, "mlp", ids)
+    heads = Heads(
+        {d: ExitWeights(*(None if p is None else p.to(dtype) for p in (e.up, e.down))) for d, e in heads.exits.items()}, heads.vocabulary
+    )
+    texts = [
+        Text.random(length, source.architecture.vocabulary, length, [9 * i + j for j in range(4)]) for i, length in enumerate((5, 17, 31))
+    ]
+    tables = np.array([text.table for text in texts])
+    steps = np.array([4, 0, 7])
+    starts = DraftStarts(
+        tokens=np.array([text.tokens[-1] for text in texts]),
+        positions=np.array([len(text.tokens) - 1 for text in texts]),
+        table=np.arange(3),
+        tables=tables,
+        steps=steps,
+        homes=np.arange(21).reshape(3, 7)[::-1].copy(),
+        temperatures=[0.0, 1.0, 0.8],
+        seeds=[1, 2, 3],
+    )
+    found = []
+    for one_by_one in (False, True):
+        decoder = native(source, dtype, threads=2, heads=heads)
+        run(decoder, [(text, 0, len(text.tokens) - 1) for text in texts], decoder.architecture.layers)
+        held = torch.full((21, source.architecture.width), 7.0)
+        for stop in (0.0, 0.3):
+            drafts = (
+                draft_by_passes(decoder, choose_native(1), 2, starts, held, stop) if one_by_one else decoder.draft(2, starts, held, stop)
+            )
+            found.append((drafts, held.clone(), decoder.cache.view(torch.uint8).clone()))
+            assert [len(guesses) for guesses in drafts.guesses] == steps.tolist() or stop
+            if stop:
+                for gaps, most in zip(drafts.gaps, steps, strict=True):
+                    assert all(gap >= stop for gap in gaps[:-1])
+                    assert len(gaps) == most or gaps[-1] < stop
+    for one, other in zip(found[:2], found[2:], strict=True):
+        assert one[0] == other[0]
+        assert torch.equal(one[1], other[1])
+        assert torch.equal(one[2], other[2])
+
+
+@DECODERS
+def test_copied_slots_read_as_the_ones_they_came_from(tiny_folder: Path, build: Build) -> None:
+    source = open_model(str(tiny_folder))
+    depth = source.architecture.layers
+    text = Text.random(30, 300, 1, [5, 9])
+    decoder = build(source)
+    expected = run(decoder, [(text, 0, 30)], depth)[-1][-1]
+    run(decoder, [(text, 0, 29)], depth)
+    places = np.arange(13)
+    decoder.copy_slots(9 * SIZE + places, 33 * SIZE + places)
+    moved = Text(text.tokens, [5, 33])
+    assert torch.equal(run(decoder, [(moved, 29, 30)], depth)[-1][0], expected)

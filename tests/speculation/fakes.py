@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from hispec_ray.core.plan import Rows, SequencePlan, StepPlan, StepResult
+from hispec_ray.core.plan import Drafts, DraftStarts, IntArray, Rows, SequencePlan, StepPlan, StepResult
+from hispec_ray.model.decoder import draft_by_passes
 from hispec_ray.speculation.choice import choose_torch
 from hispec_ray.speculation.round import Level, Round
 
@@ -57,7 +58,7 @@ class FakeModel:
 
     def run(self, first: int, last: int, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
         assert (hidden[:, 1] == first).all(), "a row skipped a layer or went through one twice"
-        assert len(set(rows.slots.tolist())) == len(rows), "two rows of a pass share a slot"
+        assert len(set(rows.slots.tolist())) == len(rows.slots), "two rows of a pass share a slot"
         out = hidden.clone()
         for layer in range(first, last):
             cache = self._cache.setdefault(layer, {})
@@ -76,6 +77,23 @@ class FakeModel:
         assert (hidden[:, 1] == depth).all(), "an exit reads a row of another depth"
         return torch.tensor([self._say(self._contexts[int(number)], depth) for number in hidden[:, 0]], dtype=torch.float32)
 
+    def empty_rows(self, count: int) -> torch.Tensor:
+        return torch.full((count, 2), -1, dtype=torch.float64)
+
+    def vocabulary(self, depth: int) -> torch.Tensor | None:
+        return None
+
+    def copy_slots(self, source: IntArray, target: IntArray) -> None:
+        for cache in self._cache.values():
+            for a, b in zip(source.tolist(), target.tolist(), strict=True):
+                if a in cache:
+                    cache[b] = cache[a]
+                else:
+                    cache.pop(b, None)
+
+    def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float) -> Drafts:
+        return draft_by_passes(self, choose_torch, depth, starts, held, stop)
+
 
 class Text:
     """A sequence that a test decodes: what it has and how it is drawn."""
@@ -87,6 +105,7 @@ class Text:
         self.temperature = temperature
         self.seed = seed
         self.full = 0
+        self.told = False
         self.levels: list[int] = []
         # blocks of its own, in an order of its own
         self.blocks = tuple(np.random.default_rng(id).permutation(16) + 16 * id)
@@ -97,7 +116,8 @@ class Text:
         rows = min(unrun, chunk)
         room = min(room, self.limit - len(self.tokens) - 1) if unrun == 1 else 0
         tokens = tuple(self.tokens[self.full : self.full + rows])
-        return SequencePlan(self.id, tokens, self.full, self.blocks, rows == unrun, room, self.temperature, self.seed)
+        history, self.told = None if self.told else tuple(self.tokens[: self.full]), True
+        return SequencePlan(self.id, tokens, self.full, self.blocks, rows == unrun, room, self.temperature, self.seed, history)
 
     def take(self, plan: SequencePlan, tokens: list[int], levels: list[int]) -> None:
         self.full += len(plan.tokens) + (len(tokens) - 1 if plan.samples else 0)
@@ -128,5 +148,5 @@ def plainly(say: Say, full: int, prompt: Sequence[int], limit: int, temperature:
     tokens = list(prompt)
     while len(tokens) < limit:
         logits = torch.tensor([say(tuple(tokens), full)], dtype=torch.float32)
-        tokens += choose_torch(logits, [temperature], [seed], [len(tokens)])
+        tokens += choose_torch(logits, [temperature], [seed], [len(tokens)]).ids
     return tokens

@@ -94,10 +94,32 @@ def test_the_choice_is_the_same_in_both_languages(vocabulary: int, threads: int)
     assert chosen == choose_torch(logits, temperatures, seeds, positions)
     for row in range(rows):
         one = (logits[row : row + 1], temperatures[row : row + 1], seeds[row : row + 1], positions[row : row + 1])
-        assert choose(*one) == [chosen[row]], "a row's choice depends on its batch"
+        alone = choose(*one)
+        assert alone == tuple(part[row : row + 1] for part in chosen), "a row's choice depends on its batch"
         noise = gumbel(seeds[row : row + 1], positions[row : row + 1], vocabulary)[0] if temperatures[row] else 0.0
         scores = logits[row] / torch.tensor(temperatures[row] or 1.0) + noise
-        assert chosen[row] == int((scores == scores.max()).nonzero()[0]), "not the lowest of the best"
+        assert chosen.ids[row] == int((scores == scores.max()).nonzero()[0]), "not the lowest of the best"
+        if vocabulary > 1:
+            scores[chosen.ids[row]] = -math.inf
+            assert chosen.seconds[row] == int((scores == scores.max()).nonzero()[0]), "not the lowest of the second best"
+
+
+@pytest.mark.parametrize("columns", [1, 2, 40, 300, 3000])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_part_of_the_vocabulary_meets_the_same_noise(columns: int, threads: int) -> None:
+    """What a part of the ids choose is what all would choose if the others' logits were minus infinity: at any temperature."""
+    generator = torch.Generator().manual_seed(columns)
+    ids = torch.randperm(5000, generator=generator)[:columns].sort().values
+    rows = 8
+    logits = torch.randn(rows, columns, generator=generator)
+    everywhere = torch.full((rows, 5000), -math.inf)
+    everywhere[:, ids] = logits
+    law = ([0.0, 0.5, 1.0, 2.0] * 2, list(range(rows)), list(range(100, 100 + rows)))
+    chosen = choose_native(threads)(logits, *law, ids)
+    assert chosen == choose_torch(logits, *law, ids)
+    assert chosen.ids == choose_torch(everywhere, *law).ids
+    if columns > 1:
+        assert chosen.seconds == choose_torch(everywhere, *law).seconds
 
 
 BOTH = pytest.mark.parametrize("choose", [choose_torch, choose_native(1), choose_native(2)], ids=["torch", "native", "native, 2 threads"])
@@ -108,9 +130,9 @@ BOTH = pytest.mark.parametrize("choose", [choose_torch, choose_native(1), choose
 def test_ties_go_to_the_lowest_id(choose, best: list[int]) -> None:  # type: ignore[no-untyped-def]
     logits = torch.linspace(-3, 0, 1000).repeat(1, 1)
     logits[0, best] = 2.5
-    assert choose(logits, [0.0], [0], [0]) == [best[0]]
+    assert choose(logits, [0.0], [0], [0]).ids == [best[0]]
     logits[0, best] = 1e30  # the noise is lost in the rounding: a tie at any temperature
-    assert choose(logits.repeat(20, 1), [0.8] * 20, list(range(20)), [3] * 20) == [best[0]] * 20
+    assert choose(logits.repeat(20, 1), [0.8] * 20, list(range(20)), [3] * 20).ids == [best[0]] * 20
 
 
 @BOTH
@@ -122,16 +144,16 @@ def test_logits_are_divided_by_the_temperature(choose) -> None:  # type: ignore[
         quotients = pairs.numpy() / np.float32(temperature)
         expected = (quotients[:, 1] > quotients[:, 0]).astype(int).tolist()
         assert sum(expected) > 0
-        assert choose(pairs, [temperature] * 2000, [1] * 2000, [2] * 2000) == expected
+        assert choose(pairs, [temperature] * 2000, [1] * 2000, [2] * 2000).ids == expected
 
 
 @BOTH
 def test_noise_may_break_a_tie_but_never_lifts_minus_infinity(choose) -> None:  # type: ignore[no-untyped-def]
     logits = torch.full((200, 600), -math.inf)
     logits[:, [5, 300, 599]] = 1.0
-    chosen = choose(logits, [1.0] * 200, list(range(200)), [9] * 200)
+    chosen = choose(logits, [1.0] * 200, list(range(200)), [9] * 200).ids
     assert set(chosen) == {5, 300, 599}
-    assert choose(logits[:1], [0.0], [0], [0]) == [5]
+    assert choose(logits[:1], [0.0], [0], [0]).ids == [5]
 
 
 @BOTH
@@ -140,8 +162,8 @@ def test_extreme_logits_are_compared_all_the_same(choose, scale: float) -> None:
     """Where logits are huge the noise is lost in the rounding and the largest wins; where they are tiny the noise alone decides."""
     logits = torch.linspace(-1, 1, 700).repeat(50, 1) * scale
     seeds = list(range(50))
-    expected = choose_torch(logits, [1.0] * 50, seeds, [3] * 50)
-    assert choose(logits, [1.0] * 50, seeds, [3] * 50) == expected
+    expected = choose_torch(logits, [1.0] * 50, seeds, [3] * 50).ids
+    assert choose(logits, [1.0] * 50, seeds, [3] * 50).ids == expected
     if abs(scale) > 1:
         assert set(expected) == {699 if scale > 0 else 0}
     else:
@@ -156,7 +178,7 @@ def test_the_draw_is_an_exact_draw_from_the_softmax(choose, temperature: float) 
     law = torch.softmax(logits.double() / temperature, -1)
     draws = 20_000
     for seeds, positions in ((range(draws), [17] * draws), ([17] * draws, range(draws))):
-        chosen = choose(logits.repeat(draws, 1), [temperature] * draws, list(seeds), list(positions))
+        chosen = choose(logits.repeat(draws, 1), [temperature] * draws, list(seeds), list(positions)).ids
         counts = torch.tensor(chosen).bincount(minlength=7).double()
         statistic = ((counts - law * draws) ** 2 / (law * draws)).sum()
         assert float(torch.special.gammaincc(torch.tensor(3.0).double(), statistic / 2)) > 0.01
@@ -168,7 +190,7 @@ def test_levels_share_the_noise() -> None:
     full = torch.randn(500, 50, generator=generator) * 2
     draft = full + torch.randn(500, 50, generator=generator) * 0.3
     seeds, positions = [11] * 500, list(range(500))
-    chosen = [choose_torch(logits, [1.0] * 500, seeds, positions) for logits in (full, draft)]
+    chosen = [choose_torch(logits, [1.0] * 500, seeds, positions).ids for logits in (full, draft)]
     agreed = sum(one == other for one, other in zip(*chosen, strict=True))
     p, q = torch.softmax(full, -1), torch.softmax(draft, -1)
     distance = float((p - q).abs().sum(-1).mean() / 2)
@@ -181,4 +203,4 @@ def test_what_is_no_number_is_never_chosen_where_there_are_numbers(choose) -> No
     logits = torch.full((3, 300), torch.nan)
     logits[0, 7], logits[1, 299] = 1.0, -5.0
     for temperature in (0.0, 0.8):
-        assert choose(logits, [temperature] * 3, [1] * 3, [2] * 3) == [7, 299, 0]  # and an id of the vocabulary at any rate
+        assert choose(logits, [temperature] * 3, [1] * 3, [2] * 3).ids == [7, 299, 0]  # and an id of the vocabulary at any rate

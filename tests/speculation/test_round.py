@@ -11,7 +11,8 @@ from fakes import VOCABULARY, FakeModel, Say, Text, agreeing, finish, plainly, s
 
 from hispec_ray.core.plan import LevelCounts
 from hispec_ray.speculation.choice import choose_torch
-from hispec_ray.speculation.round import Level, Round
+from hispec_ray.speculation.drafters import LookupDrafter
+from hispec_ray.speculation.round import Doubt, Level, Round
 
 FULL = 4
 NEVER, SELDOM, OFTEN, ALWAYS = 0.0, 0.3, 0.8, 1.0
@@ -66,11 +67,77 @@ def test_same_tokens_whatever_the_hierarchy(hierarchy: str, share: float) -> Non
     check_figures(levels, texts, steps)
 
 
+GUESSERS = {"draft exit": (False, True), "lookup": (True, False), "both": (True, True)}
+"""Whether there is a lookup, and a draft exit."""
+DOUBTS = {
+    "sure": Doubt(),
+    "stops": Doubt(stop=0.8),
+    "one branch": Doubt(branch=1.0, branches=1),
+    "many branches": Doubt(branch=3.0, branches=4),
+    "stops and branches": Doubt(stop=0.5, branch=1.0, branches=2),
+}
+
+
+@pytest.mark.parametrize("share", [SELDOM, OFTEN])
+@pytest.mark.parametrize("doubt", DOUBTS)
+@pytest.mark.parametrize("guesser", GUESSERS)
+@pytest.mark.parametrize("hierarchy", ["single, 3 drafts", "hispec, 2 drafts, window 4", "hispec, 4 drafts, window 6", "four levels"])
+def test_same_tokens_whoever_guesses_and_however_sure(hierarchy: str, guesser: str, doubt: str, share: float) -> None:
+    """Lookups, second candidates and early looks change no token, and every row is run once for a token that survives."""
+    looks_up, drafts = GUESSERS[guesser]
+    levels, say = HIERARCHIES[hierarchy], agreeing(share, FULL)
+    levels = levels if drafts else levels[1:]
+    texts = [*mixed_texts(), *(Text(9 + i, [1, 2, 3] * 6, 40, 0.3 * i, 5) for i in range(2))]
+    wanted = expected(say, texts)
+    round_ = Round(FakeModel(say), levels, choose_torch, LookupDrafter(0.05) if looks_up else None, DOUBTS[doubt])
+    steps = finish(round_, texts, levels)
+    assert [text.tokens for text in texts] == wanted
+    check_figures(levels, texts, steps)
+    if looks_up:
+        assert sum(result.levels[0].own for _, result in steps) > 0, "the lookup guessed nothing"
+
+
+def test_a_second_candidate_that_is_right_saves_a_pass() -> None:
+    """The check exit's first choice is always wrong and its second always right: with a branch each commit is a token longer."""
+
+    def say(tokens: tuple[int, ...], depth: int) -> list[float]:
+        right, wrong = len(tokens) % 7, 7
+        logits = [0.0] * VOCABULARY
+        logits[right], logits[wrong] = (5.0, 0.0) if depth == FULL else (4.0, 4.5)
+        return logits
+
+    levels = levels_of(2, 3)
+    passes = []
+    for branches in (0, 1, 3):
+        text = Text(1, [1], 40)
+        steps = finish(Round(FakeModel(say), levels, choose_torch, None, Doubt(branch=1.0, branches=branches)), [text], levels)
+        assert text.tokens == plainly(say, FULL, [1], 40)
+        passes.append(sum(result.levels[-1].passes for _, result in steps))
+    assert passes[0] == 39
+    assert passes[1] <= 20
+    assert passes[2] <= passes[1]
+
+
+def test_an_unsure_exit_lets_the_next_level_look() -> None:
+    say = agreeing(OFTEN, FULL)
+    levels = levels_of(4, 6)
+
+    def window(stop: float) -> float:
+        text = Text(1, [1], 60)
+        steps = finish(Round(FakeModel(say), levels, choose_torch, None, Doubt(stop=stop)), [text], levels)
+        counts = [result.levels for _, result in steps]
+        return sum(count[-1].seen for count in counts) / sum(count[-1].passes for count in counts)
+
+    assert window(100.0) <= 2.0, "one guess, and the check exit's own choice after it"
+    assert window(0.0) > window(1.0) > window(100.0)
+
+
 def check_figures(levels: Sequence[Level], texts: Sequence[Text], steps: Sequence) -> None:
     """The rows of each segment are those of tokens that survive and of tokens that a level rejected, once each."""
     counts = [LevelCounts() for _ in levels]
+    shift = len(steps[0][1].levels) - len(levels)  # 1 where a lookup is the first of the sources
     for _, result in steps:
-        for total, one in zip(counts, result.levels, strict=True):
+        for total, one in zip(counts, result.levels[-len(levels) :], strict=True):
             total.add(one)
     rejected = [count.seen - count.accepted for count in counts]
     survivors = sum(len(text.tokens) - 1 for text in texts)  # the last token of a text is never run
@@ -78,11 +145,11 @@ def check_figures(levels: Sequence[Level], texts: Sequence[Text], steps: Sequenc
         # whoever is rejected at a level has been through its segment and those below
         assert count.rows == survivors + sum(rejected[level:]), f"level {level}"
         assert count.rows >= count.seen
-    assert counts[0].seen == 0
+    assert levels[0].window or counts[0].seen == 0
     kept = [counts[-1].accepted, counts[-1].own]
     assert sum(kept) == sum(len(text.levels) for text in texts)
     for level, count in enumerate(counts):
-        chosen = sum(text.levels.count(level) for text in texts)
+        chosen = sum(text.levels.count(level + shift) for text in texts)
         assert chosen == count.own if level == len(levels) - 1 else chosen <= count.own
 
 
