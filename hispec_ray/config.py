@@ -64,6 +64,8 @@ class SpeculationSettings(Group):
     """An exit whose first choice leads its second by less (logit / temperature) lets the next level look; 0 is never."""
     branch_below: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """An exit whose first choice leads its second by less offers the second too; 0 is never."""
+    pace: Literal["auto", "fixed"] = "auto"
+    """auto: each sequence guesses as far as that has lately paid, at most draft_tokens and window, down to not at all; fixed: that far."""
     branches: Annotated[int, Field(ge=0, le=8)] = 0
     """Most second candidates of a sequence at a time; each holds a block of the cache."""
 

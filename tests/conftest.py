@@ -25,9 +25,8 @@ from hispec_ray.core.plan import StepPlan, StepResult
 from hispec_ray.model.decoder import Decoder
 from hispec_ray.model.native_decoder import NativeDecoder
 from hispec_ray.model.weights import ModelSource, convert_gguf, open_model
-from hispec_ray.shard.shard import levels_for
+from hispec_ray.shard.shard import levels_for, round_for
 from hispec_ray.speculation.choice import choose_native
-from hispec_ray.speculation.round import Round
 
 torch.set_num_threads(1)
 
@@ -87,9 +86,9 @@ class SharedExecutor:
     def __init__(self, settings: Settings, decoder: Decoder) -> None:
         levels = levels_for(settings.speculation, decoder.architecture.layers)
         self.blocks = settings.cache.blocks
-        self.levels = tuple(level.name for level in levels)
         self.window = levels[-1].window
-        self._round = Round(decoder, levels, choose_native(1))
+        self._round = round_for(settings.speculation, decoder, levels, choose_native(1))
+        self.sources = self._round.sources
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -107,8 +106,15 @@ def settings_of(
     blocks: int = 200,
     block_size: int = 16,
     prefix_caching: bool = True,
+    pace: str = "fixed",
     **scheduler: int,
 ) -> Settings:
-    speculation = {"method": method, "exits": {"draft": draft, "check": check}, "draft_tokens": draft_tokens, "window": window}
+    speculation = {
+        "method": method,
+        "exits": {"draft": draft, "check": check},
+        "draft_tokens": draft_tokens,
+        "window": window,
+        "pace": pace,
+    }
     cache = {"blocks": blocks, "block_size": block_size, "prefix_caching": prefix_caching}
     return Settings.model_validate({"model": model, "speculation": speculation, "cache": cache, "scheduler": scheduler})

@@ -235,7 +235,7 @@ def test_options_override_a_deployment_file(hispec: Run, tiny: list[object]) -> 
         ("applications: [{import_path: hispec_ray.serving.app:build, args: 5}]", "config is '{config}'; it must be a Serve config"),
         (
             "applications: [{import_path: hispec_ray.serving.app:build, args: {speculation: {widow: 4}}}]",
-            "speculation.widow is no setting; there are method, exits, draft_tokens, window",
+            "speculation.widow is no setting; there are method, drafter, exits, draft_tokens, window",
         ),
         ("applications: [{import_path: hispec_ray.serving.app:build, args: {speculation: 4}}]", "config is '{config}': speculation is 4"),
     ],

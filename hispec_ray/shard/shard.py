@@ -49,7 +49,7 @@ def round_for(speculation: SpeculationSettings, model: Model, levels: Sequence[L
     looks_up = speculation.method != "plain" and speculation.drafter != "exit"
     drafter = LookupDrafter(speculation.lookup_confidence) if looks_up else None
     doubt = Doubt(speculation.stop_below, speculation.branch_below, speculation.branches)
-    return Round(model, levels, choose, drafter, doubt)
+    return Round(model, levels, choose, drafter, doubt, paced=speculation.pace == "auto")
 
 
 class Shard:

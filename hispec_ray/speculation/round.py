@@ -20,6 +20,7 @@ known token, and a rejected token only lowers watermarks.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,6 +31,7 @@ import torch
 from hispec_ray.core.plan import Drafts, DraftStarts, IntArray, LevelCounts, Rows, SequencePlan, SequenceResult, StepPlan, StepResult
 from hispec_ray.speculation.choice import Choose
 from hispec_ray.speculation.drafters import Drafter
+from hispec_ray.speculation.pace import Pace
 
 
 class Model(Protocol):
@@ -100,24 +102,14 @@ class _Sequence:
     settled[l]: tokens that level l has chosen or kept. marks[l]: rows that segment l has run: the watermark.
     ready: a level below the top is unsure, and the next one should look.
     line: the sequence's line in the block tables; home: of its first token in the held rows.
+    seen[l], kept[l]: guesses that level l looked at, up to the first that it did not keep.
     spare: (line of the block tables, line of the held rows, block) that a branch may take. seconds: the top's second choices at the end.
     """
 
     __slots__ = (
-        "branches",
-        "first",
-        "home",
-        "line",
-        "marks",
-        "origins",
-        "plan",
-        "ready",
-        "seconds",
-        "settled",
-        "spare",
-        "tokens",
-        "windows",
-    )
+        "branches", "first", "home", "kept", "line", "marks", "origins",
+        "plan", "ready", "seconds", "seen", "settled", "spare", "tokens", "windows",
+    )  # fmt: skip
 
     def __init__(self, plan: SequencePlan, line: int, home: int, levels: int, windows: Sequence[int]) -> None:
         self.plan = plan
@@ -133,6 +125,8 @@ class _Sequence:
         self.branches: list[_Branch] = []
         self.spare: list[tuple[int, int, int]] = []
         self.seconds: list[int] = []
+        self.seen = [0] * levels
+        self.kept = [0] * levels
 
     def drop(self, branches: list[_Branch]) -> None:
         for branch in branches:
@@ -146,11 +140,19 @@ class Round:
     levels: shallow to deep, the last at the model's full depth. drafter: guesses beside the draft exit, or in its place.
     doubt: what the levels below the top do where they are unsure.
     sources: "lookup" where there is a drafter, then the levels' names: what results and counts refer to.
+    paced: windows are up to those of the levels, as the pace chooses (see `pace`); otherwise always theirs.
     peak_held_bytes: most bytes of hidden rows that waited between segments at once, since the start.
     """
 
     def __init__(
-        self, model: Model, levels: Sequence[Level], choose: Choose, drafter: Drafter | None = None, doubt: Doubt = NO_DOUBT
+        self,
+        model: Model,
+        levels: Sequence[Level],
+        choose: Choose,
+        drafter: Drafter | None = None,
+        doubt: Doubt = NO_DOUBT,
+        *,
+        paced: bool = False,
     ) -> None:
         depths = [level.depth for level in levels]
         if depths != sorted(depths):
@@ -163,14 +165,19 @@ class Round:
         self._top = len(levels) - 1
         self._bottom = 1 if levels[0].window == 0 and self._top else 0  # the lowest level that looks
         self._windows = tuple(level.window for level in levels)
+        self._pace = Pace(self._windows, drafts=self._bottom == 1) if paced and self._windows[-1] else None
         self.sources = (*(("lookup",) if drafter else ()), *(level.name for level in levels))
         self._source = len(self.sources) - len(levels)  # of level 0
         self.peak_held_bytes = 0
 
     def run(self, plan: StepPlan) -> StepResult:
         """Commit at least one token for every sequence that samples, and at most `room + 1`."""
+        started = time.perf_counter()
         self._counts = [LevelCounts() for _ in self.sources]
         states = self._start(plan)
+        if self._pace:
+            for s, windows in zip(states, self._pace.begin(plan, started), strict=True):
+                s.windows = windows
         if self._drafter:
             self._drafter.begin(plan)
         self._advance(self._top, states)
@@ -178,6 +185,9 @@ class Round:
         if self._drafter:
             for s in states:
                 self._drafter.committed(s.plan.id, s.tokens[s.first :], s.seconds)
+        if self._pace:
+            given = [len(result.tokens) for result in results]
+            self._pace.end(plan, given, [s.seen for s in states], [s.kept for s in states], started, time.perf_counter())
         return StepResult(results, self._counts)
 
     def _start(self, plan: StepPlan) -> list[_Sequence]:
@@ -246,8 +256,8 @@ class Round:
             states = self._look_up(level, states)
         if not states:
             return
+        begun = time.perf_counter()
         spaces = [self._space(level, s) for s in states]
-        held = self._held_rows()
         most = max(spaces)
         last = [len(s.tokens) - 1 for s in states]
         columns = np.array(
@@ -268,7 +278,7 @@ class Round:
             temperatures=[s.plan.temperature for s in states],
             seeds=[s.plan.seed for s in states],
         )
-        drafts = self._model.draft(self._levels[0].depth, starts, held, self._doubt.stop)
+        drafts = self._model.draft(self._levels[0].depth, starts, self._held_rows(), self._doubt.stop)
         source = self._source
         count = self._counts[source]
         for s, guesses, seconds, gaps in zip(states, drafts.guesses, drafts.seconds, drafts.gaps, strict=True):
@@ -280,10 +290,14 @@ class Round:
             s.marks[0] = len(s.tokens) - 1
             count.rows += len(guesses)
             count.own += len(guesses)
-        count.passes += max(len(guesses) for guesses in drafts.guesses)
+        passes = max(len(guesses) for guesses in drafts.guesses)
+        count.passes += passes
+        if self._pace:
+            self._pace.guess.add(len(states), (time.perf_counter() - begun) / passes)
 
     def _verify(self, level: int, states: list[_Sequence]) -> None:
         hidden, places = self._run_segments(level, states)
+        begun = time.perf_counter()
         read: list[int] = []  # rows whose logits matter, as indices into hidden
         temperatures: list[float] = []
         seeds: list[int] = []
@@ -314,6 +328,8 @@ class Round:
             end = at_row + count + len(looked)
             self._settle(level, s, looked, choices.ids[at_row:end], choices.seconds[at_row:end], choices.gaps[at_row:end])
             at_row = end
+        if self._pace:
+            self._pace.heads[level].add(len(rows), time.perf_counter() - begun)
 
     def _settle(self, level: int, s: _Sequence, looked: list[_Branch], choices: list[int], seconds: list[int], gaps: list[float]) -> None:
         """Keep the tentative tokens that equal the level's choices, put its own after them, lower the watermarks of what fell.
@@ -353,6 +369,8 @@ class Round:
                     else:
                         self._branch(s, known, seconds[kept], source)
         count = self._counts[source]
+        s.seen[level] += min(kept + 1, tentative)
+        s.kept[level] += kept
         count.seen += tentative + len(looked)
         count.accepted += accepted
         count.own += 1
@@ -416,24 +434,32 @@ class Round:
         Returns the level's new hidden rows and, for each sequence, the first of them, the index of its token, and the branches behind.
         """
         hidden: torch.Tensor | None = None
-        homes: torch.Tensor | None = None
-        shape: list[tuple[int, int]] = []
-        for segment in range(level + 1):
-            before, shape = shape, [(s.marks[segment], sum(b.ran <= segment for b in s.branches)) for s in states]
-            if shape != before or hidden is None:
-                if hidden is not None and homes is not None:
-                    self._held_rows()[homes] = hidden
-                rows, order = self._rows(segment, states)
-                homes = torch.tensor(order)
-                hidden = self._held_rows()[homes] if segment else self._model.embed(rows)
-            first = self._levels[segment - 1].depth if segment else 0
-            hidden = self._model.run(first, self._levels[segment].depth, hidden, rows)
-            self._counts[segment + self._source].rows += len(rows)
+        order: list[int] = []
+        segment = depth = 0
+        while segment <= level:
+            begun = time.perf_counter()
+            shape = self._shape(segment, states)
+            last = segment  # segments that run the same rows are run as one
+            while last < level and self._shape(last + 1, states) == shape:
+                last += 1
+            if hidden is not None:
+                self._held_rows()[torch.tensor(order)] = hidden
+            rows, order = self._rows(segment, states)
+            hidden = self._held_rows()[torch.tensor(order)] if segment else self._model.embed(rows)
+            hidden = self._model.run(depth, self._levels[last].depth, hidden, rows)
+            seconds = time.perf_counter() - begun
+            for one in range(segment, last + 1):
+                self._counts[one + self._source].rows += len(rows)
+                if self._pace:
+                    share = (self._levels[one].depth - (self._levels[one - 1].depth if one else 0)) / (
+                        self._levels[last].depth - depth or 1
+                    )
+                    self._pace.segments[one].add(len(rows), seconds * share)
+            segment, depth = last + 1, self._levels[last].depth
         self._counts[level + self._source].passes += 1
         assert hidden is not None
-        assert homes is not None
         if level < self._top:
-            self._held_rows()[homes] = hidden
+            self._held_rows()[torch.tensor(order)] = hidden
         places: list[tuple[int, int, list[_Branch]]] = []
         row = 0
         for s, (start, count) in zip(states, shape, strict=True):
@@ -445,6 +471,10 @@ class Round:
             for branch in branches:
                 branch.ran = level + 1
         return hidden, places
+
+    def _shape(self, segment: int, states: list[_Sequence]) -> list[tuple[int, int]]:
+        """What the segment has not run: for each sequence, its first token and the number of its branches."""
+        return [(s.marks[segment], sum(b.ran <= segment for b in s.branches)) for s in states]
 
     def _rows(self, segment: int, states: list[_Sequence]) -> tuple[Rows, list[int]]:
         """The rows that the segment has not run, each sequence's tokens and then its branches, and their places among the held rows."""

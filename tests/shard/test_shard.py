@@ -12,11 +12,12 @@ from conftest import settings_of
 
 from hispec_ray import LLM, SamplingParams, Settings
 from hispec_ray.config import SpeculationSettings
-from hispec_ray.core.plan import Rows
-from hispec_ray.model.decoder import Decoder
+from hispec_ray.core.plan import Drafts, DraftStarts, Rows
+from hispec_ray.model.decoder import Decoder, draft_by_passes
 from hispec_ray.model.native_decoder import NativeDecoder
 from hispec_ray.model.torch_decoder import TorchDecoder
 from hispec_ray.shard.shard import Shard, levels_for
+from hispec_ray.speculation.choice import choose_native
 from hispec_ray.speculation.round import Round
 
 
@@ -50,8 +51,11 @@ class Recorder:
                 held[begin:] = tokens
         return self._decoder.run(first, last, hidden, rows)
 
-    def logits(self, depth: int, hidden: torch.Tensor) -> torch.Tensor:
-        return self._decoder.logits(depth, hidden)
+    def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float) -> Drafts:
+        return draft_by_passes(self, choose_native(1), depth, starts, held, stop)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
 
 
 SETTINGS: list[tuple[Any, ...]] = [

@@ -1,0 +1,205 @@
+"""How far to guess, sequence by sequence and round by round, down to not at all: what pays is decided by what was measured.
+
+Three things are kept, all from the past, so that nothing here can change a text.
+
+* What passes cost on this machine, in seconds, by what is run and how many rows, as they are timed in every round.
+* For each sequence, how often each level lately kept what it was shown.
+* A balance: how much time speculation has saved against plain decoding so far, and an allowance on every token. A round that is
+  not expected to pay is only tried while the balance allows it; so speculation that fails costs no more than the allowance.
+
+Expected tokens of a round follow from the shares as a geometric series (Leviathan et al., arXiv 2211.17192, section 3), level by level.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hispec_ray.core.plan import StepPlan
+
+ALLOWANCE = 0.02
+"""Share of the time of plain decoding that may be spent on rounds that do not pay."""
+_CREDIT = 8.0
+"""Most plain steps of saved time that are remembered: the price of noticing that a text has turned."""
+_STEP = 0.1
+"""What a new round counts in a sequence's shares, and a new time in a cost."""
+_PRIOR = 0.7
+"""A level's share of kept guesses before it was asked."""
+_MARGIN = 1.02
+"""How many times faster than plain decoding a round must look before it is tried without need."""
+_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_FORGET = 128  # rounds after which choices are made anew, because costs drift
+
+
+class Cost:
+    """Seconds that something takes, by its number of rows: a mean for each bucket of rows, lines between."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._seconds: list[float] = []
+
+    def add(self, rows: int, seconds: float) -> None:
+        bucket = _BUCKETS[min(bisect_left(_BUCKETS, rows), len(_BUCKETS) - 1)]
+        seconds *= bucket / rows if rows > bucket else 1.0
+        at = bisect_left(self._rows, bucket)
+        if at < len(self._rows) and self._rows[at] == bucket:
+            # a pass that was held up (another process, a page fault) says little about the next one
+            self._seconds[at] += _STEP * (min(seconds, 3 * self._seconds[at]) - self._seconds[at])
+        else:
+            self._rows.insert(at, bucket)
+            self._seconds.insert(at, seconds)
+
+    def knows(self, rows: int) -> bool:
+        """Whether anything was measured in the bucket of so many rows."""
+        return _BUCKETS[min(bisect_left(_BUCKETS, rows), len(_BUCKETS) - 1)] in self._rows
+
+    def of(self, rows: float) -> float:
+        """Expected seconds: between what was measured, by lines; beyond it, in proportion; 0 where nothing was."""
+        if rows <= 0 or not self._rows:
+            return 0.0
+        at = bisect_left(self._rows, rows)
+        if at == len(self._rows):
+            return self._seconds[-1] * rows / self._rows[-1]
+        if at == 0 or self._rows[at] == rows:
+            return self._seconds[at]
+        low, high = self._rows[at - 1], self._rows[at]
+        return self._seconds[at - 1] + (self._seconds[at] - self._seconds[at - 1]) * (rows - low) / (high - low)
+
+
+@dataclass(slots=True)
+class _Habit:
+    """What a sequence is like: per level, its share of kept guesses; when it was last tried; how often a try has failed in a row."""
+
+    shares: list[float]
+    rounds: int = 0
+    tried: int = 0
+    failed: int = 0
+
+
+class Pace:
+    """Chooses windows for a round's sequences, from none (plain decoding) up to the settings'.
+
+    windows: most tentative tokens of each level, the settings' own; the first is 0 where the lowest level is a draft exit.
+    """
+
+    def __init__(self, windows: Sequence[int], *, drafts: bool) -> None:
+        self._windows = tuple(windows)
+        self._drafts = drafts
+        self._bottom = 1 if drafts else 0
+        self._none = tuple(0 for _ in windows)
+        self.segments = [Cost() for _ in windows]
+        self.heads = [Cost() for _ in windows]
+        self.guess = Cost()
+        self._outside = Cost()
+        self._usual = [_PRIOR] * len(self._windows)  # shares that a new sequence starts with
+        self._habits: dict[int, _Habit] = {}
+        self._choices: dict[tuple[object, ...], tuple[float, tuple[int, ...]]] = {}
+        self._rounds = 0
+        self._balance = 0.0
+        self._ended: float | None = None
+
+    def begin(self, plan: StepPlan, now: float) -> list[tuple[int, ...]]:
+        """Return each sequence's windows for the round that starts `now` (seconds)."""
+        for id in plan.ended:
+            self._habits.pop(id, None)
+        decoding = [s for s in plan.sequences if s.room]
+        if self._ended is not None and decoding:
+            self._outside.add(1, min(now - self._ended, 3 * self._outside.of(1) or 0.001))
+        self._rounds += 1
+        if self._rounds % _FORGET == 0:
+            self._choices.clear()
+        batch = len(decoding)
+        return [self._windows_for(s.id, batch) if s.room else self._none for s in plan.sequences]
+
+    def _windows_for(self, id: int, batch: int) -> tuple[int, ...]:
+        habit = self._habits.get(id)
+        if habit is None:
+            habit = self._habits[id] = _Habit(list(self._usual))
+        habit.rounds += 1
+        gain, windows = self._best(batch, habit.shares)
+        if not gain:
+            return self._none
+        if gain >= _MARGIN and self._balance >= 0:
+            habit.tried, habit.failed = habit.rounds, 0
+            return windows
+        # plain decoding is thought best: try again now and then, the less often the more tries have failed
+        if self._balance > 0 and habit.rounds - habit.tried >= 8 << min(habit.failed, 6):
+            habit.tried = habit.rounds
+            habit.failed += 1
+            return self._smallest()
+        return self._none
+
+    def _smallest(self) -> tuple[int, ...]:
+        """The windows of a round that costs little and still asks every level."""
+        return tuple(min(window, 2 if level == self._bottom else 3) for level, window in enumerate(self._windows))
+
+    def _best(self, batch: int, shares: Sequence[float]) -> tuple[float, tuple[int, ...]]:
+        """The windows with the most expected tokens a second, and how many times plain decoding's that is, were all the batch alike."""
+        key = (batch, *(round(share * 20) for share in shares))
+        if key not in self._choices:
+            plain = self.plain_seconds(batch)
+            if not plain:  # to be measured first
+                return 0.0, self._none
+            self._choices[key] = max(
+                (plain * _series(shares[-1], windows[-1]) / self.seconds(batch, shares, windows), windows) for windows in self._options()
+            )
+        return self._choices[key]
+
+    def _options(self) -> list[tuple[int, ...]]:
+        options: list[tuple[int, ...]] = [self._none[: self._bottom]]
+        for most in self._windows[self._bottom :]:
+            steps = sorted({1, 2, 3, 4, 6, 8, 12, most})
+            options = [(*option, step) for option in options for step in steps if step <= most]
+        return options
+
+    def plain_seconds(self, batch: int) -> float:
+        """Expected seconds of a round of plain decoding; 0 before a pass with as many rows was measured."""
+        if not self.heads[-1].knows(batch):
+            return 0.0
+        return self._outside.of(1) + sum(segment.of(batch) for segment in self.segments) + self.heads[-1].of(batch)
+
+    def seconds(self, batch: int, shares: Sequence[float], windows: tuple[int, ...]) -> float:
+        """Expected seconds of a round in which `batch` sequences fill these windows."""
+        total = self._outside.of(1)
+        turns = 1.0  # of the level, in a round
+        for level in range(len(windows) - 1, self._bottom - 1, -1):
+            rows = batch * (windows[level] + 1)
+            total += turns * (self.segments[level].of(rows) + self.heads[level].of(rows))
+            if level > self._bottom:
+                turns *= max(1.0, windows[level] / _series(shares[level - 1], windows[level - 1]))
+        if self._drafts:
+            total += turns * (windows[1] * self.guess.of(batch) + self.segments[0].of(batch))
+        return total
+
+    def end(
+        self, plan: StepPlan, tokens: Sequence[int], seen: Sequence[Sequence[int]], kept: Sequence[Sequence[int]], start: float, now: float
+    ) -> None:
+        """Learn from a round that ran from `start` to `now` (seconds).
+
+        tokens: how many each sequence was given. seen, kept: for each sequence and level, guesses that it looked at and that it kept;
+        those behind the first that it did not keep are not seen.
+        """
+        self._ended = now
+        decoding = [i for i, s in enumerate(plan.sequences) if s.room]
+        if len(decoding) < len(plan.sequences) or not decoding:
+            return  # a prompt was read beside: its time says nothing about decoding
+        for i in decoding:
+            habit = self._habits[plan.sequences[i].id]
+            for level, (looked, right) in enumerate(zip(seen[i], kept[i], strict=True)):
+                if looked:
+                    weight = 1 - (1 - _STEP) ** looked
+                    for shares, part in ((habit.shares, weight), (self._usual, weight / 4)):
+                        shares[level] += part * (right / looked - shares[level])
+        plain = self.plain_seconds(len(decoding))
+        if plain:
+            each = plain / len(decoding)
+            spent = now - start + self._outside.of(1)
+            self._balance += sum(tokens[i] for i in decoding) * each * (1 + ALLOWANCE) - spent
+            self._balance = max(-_CREDIT * plain, min(_CREDIT * plain, self._balance))
+
+
+def _series(share: float, most: int) -> float:
+    """Expected tokens when up to `most` guesses are each kept with probability `share` until one is not, and one more token comes."""
+    share = min(share, 0.999)
+    return (1 - share ** (most + 1)) / (1 - share)
