@@ -1,0 +1,90 @@
+"""What passes cost on this machine: seconds of layers, heads and guesses by rows, and of what lies around them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from hispec_ray.core.plan import DraftStarts, Rows
+from hispec_ray.llm import LLM
+from hispec_ray.model.decoder import Decoder
+from hispec_ray.speculation.choice import Choose
+from hispec_ray.speculation.pace import Cost
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+@dataclass(slots=True)
+class Costs:
+    """Seconds. layers[l]: of layer l by rows; heads[depth]: of an exit's head and choice by rows; guesses[depth]: of one guess of a run.
+
+    a_pass: of what every pass of a level costs besides; a_round: of what every round costs besides.
+    """
+
+    layer: Cost = field(default_factory=Cost)
+    heads: dict[int, Cost] = field(default_factory=dict)
+    guesses: dict[int, Cost] = field(default_factory=dict)
+    a_pass: float = 0.0
+    a_round: float = 0.0
+
+
+def measure(llm: LLM, depths: Sequence[int], choose: Choose, *, context: int, rows: Sequence[int] = ROWS, repeats: int = 7) -> Costs:
+    """Time layers, heads and guesses at a context of so many tokens, in rows of one sequence. Medians.
+
+    Uses the cache of an engine that has nothing else to do.
+    """
+    decoder = llm.engine.executor.shard.decoder
+    layers = decoder.architecture.layers
+    costs = Costs()
+    size = decoder.block_size
+    table = np.arange(min(decoder.blocks, -(-(context + 64) // size)), dtype=np.int64)[None]
+    context = min(context, table.size * size - max(rows) - 16)
+    for count in rows:
+        positions = np.arange(context, context + count, dtype=np.int64)
+        part = Rows(
+            np.ones(count, dtype=np.int64), positions, np.zeros(count, dtype=np.int64), table, positions, np.arange(count, dtype=np.int64)
+        )
+        hidden = decoder.embed(part)
+        costs.layer.add(count, _median(repeats, _run, decoder, hidden, part) / layers)
+        for depth in {*depths, layers}:
+            costs.heads.setdefault(depth, Cost()).add(count, _median(repeats, _say, decoder, choose, depth, hidden))
+    steps = 8
+    held = decoder.empty_rows(steps)
+    starts = DraftStarts(
+        tokens=np.array([1]),
+        positions=np.array([context]),
+        table=np.array([0]),
+        tables=table,
+        steps=np.array([steps]),
+        homes=np.arange(steps)[None],
+        temperatures=[0.0],
+        seeds=[0],
+    )
+    for depth in depths:
+        costs.guesses.setdefault(depth, Cost()).add(1, _median(repeats, decoder.draft, depth, starts, held, 0.0) / steps)
+    return costs
+
+
+def _run(decoder: Decoder, hidden: torch.Tensor, rows: Rows) -> None:
+    decoder.run(0, decoder.architecture.layers, hidden.clone(), rows)
+
+
+def _say(decoder: Decoder, choose: Choose, depth: int, hidden: torch.Tensor) -> None:
+    count = len(hidden)
+    choose(decoder.logits(depth, hidden), [0.0] * count, [0] * count, list(range(count)), decoder.vocabulary(depth))
+
+
+def _median(repeats: int, action: Callable[..., object], *arguments: object) -> float:
+    action(*arguments)
+    times = []
+    with torch.inference_mode():
+        for _ in range(repeats):
+            start = time.perf_counter()
+            action(*arguments)
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)

@@ -1,0 +1,208 @@
+"""Picks a plan: predicts many by replaying recorded texts, runs the best few, keeps the fastest."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from hispec_ray.config import Settings, SpeculationSettings
+from hispec_ray.llm import LLM
+from hispec_ray.request import GenerationRequest, SamplingParams
+from hispec_ray.tuning.costs import Costs
+from hispec_ray.tuning.recording import Recording
+from hispec_ray.tuning.replay import replay
+
+PLAIN = SpeculationSettings(method="plain")
+GRID: dict[str, tuple[int | float, ...]] = {
+    "draft_tokens": (1, 2, 3, 4, 5, 6, 8, 10, 12),
+    "window": (2, 3, 4, 5, 6, 8, 10, 12, 16),
+    "lookup_confidence": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
+    "stop_below": (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0),
+    "branches": (0, 1, 2, 3),
+}
+"""The values that a plan's numbers may take."""
+_BRANCH_BELOW = 1.0
+
+Report = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Plan:
+    """Settings, the tokens a second that they are expected to make, and what they made where they were run. At batch 1."""
+
+    speculation: SpeculationSettings
+    predicted: float
+    measured: float | None = None
+
+    def name(self) -> str:
+        return describe(self.speculation)
+
+
+def describe(speculation: SpeculationSettings) -> str:
+    """A plan in a few words, as tables and figures have it."""
+    s = speculation
+    if s.method == "plain":
+        return "plain"
+    exits = "" if s.drafter == "lookup" else str(s.exits.draft)
+    if s.method == "hispec":
+        exits += f"{'-' if exits else ''}{s.exits.check}"
+    words = [s.method, *([s.drafter] if s.drafter != "exit" else []), *([exits] if exits else [])]
+    words.append(f"{s.draft_tokens}" + (f"/{s.window}" if s.method == "hispec" else ""))
+    if s.drafter != "exit":
+        words.append(f"p {s.lookup_confidence:g}")
+    if s.stop_below:
+        words.append(f"stop {s.stop_below:g}")
+    if s.branches and s.branch_below:
+        words.append(f"branches {s.branches}")
+    return " ".join(words)
+
+
+def families(depths: Sequence[int], *, heads: str | None, methods: Sequence[str], drafters: Sequence[str]) -> Iterator[SpeculationSettings]:
+    """Yield a plan of every shape: method, drafter and exits, with middling numbers."""
+    for method, drafter in itertools.product(methods, drafters):
+        if method == "plain":
+            continue
+        drafts: Sequence[int | None] = (None,) if drafter == "lookup" else depths
+        checks: Sequence[int | None] = depths if method == "hispec" else (None,)
+        for draft, check in itertools.product(drafts, checks):
+            if draft is not None and check is not None and draft >= check:
+                continue
+            yield SpeculationSettings.model_validate(
+                {
+                    "method": method,
+                    "drafter": drafter,
+                    "exits": {"draft": draft, "check": check, "heads": heads},
+                    "draft_tokens": 3 if method == "hispec" else 4,
+                    "window": 6,
+                    "pace": "fixed",
+                }
+            )
+
+
+def climb(start: SpeculationSettings, score: Callable[[SpeculationSettings], float]) -> tuple[float, SpeculationSettings]:
+    """Move each number of a plan along its grid while the score rises, in turn, until none moves."""
+    fields = ["draft_tokens"]
+    if start.method == "hispec":
+        fields.append("window")
+    if start.drafter != "exit":
+        fields.append("lookup_confidence")
+    if not (start.method == "single" and start.drafter == "lookup"):
+        fields += ["stop_below", "branches"]
+    best, top = start, score(start)
+    moved = True
+    while moved:
+        moved = False
+        for field in fields:
+            values = GRID[field]
+            for step in (1, -1):
+                while True:
+                    at = min(range(len(values)), key=lambda i: abs(values[i] - getattr(best, field))) + step
+                    if not 0 <= at < len(values):
+                        break
+                    update: dict[str, int | float] = {field: values[at]}
+                    if field == "branches":
+                        update["branch_below"] = _BRANCH_BELOW if values[at] else 0.0
+                    tried = best.model_copy(update=update)
+                    found = score(tried)
+                    if found <= top:
+                        break
+                    best, top, moved = tried, found, True
+    return top, best
+
+
+def predict(
+    recordings: Sequence[Recording], costs: Costs, layers: int, starts: Sequence[SpeculationSettings], tell: Callable[[int], None]
+) -> list[Plan]:
+    """Return the best plan of every shape and plain decoding, fastest first."""
+    known: dict[SpeculationSettings, float] = {}
+
+    def score(speculation: SpeculationSettings) -> float:
+        if speculation not in known:
+            known[speculation] = replay(speculation, recordings, costs, layers)[0]
+        return known[speculation]
+
+    plans = [Plan(PLAIN, score(PLAIN))]
+    for number, start in enumerate(starts):
+        top, best = climb(start, score)
+        plans.append(Plan(best, top))
+        tell(number + 1)
+    return sorted(plans, key=lambda plan: -plan.predicted)
+
+
+class Bench:
+    """Engines for plans, one each, that decode the same prompts one after the other."""
+
+    def __init__(self, settings: Settings, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float, batch: int = 1) -> None:
+        self._settings = settings.model_copy(update={"cache": settings.cache.model_copy(update={"prefix_caching": False})})
+        self._prompts = prompts
+        self._params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=number) for number in range(len(prompts))]
+        self._batch = batch
+        self._llms: dict[SpeculationSettings, LLM] = {}
+
+    def llm(self, speculation: SpeculationSettings) -> LLM:
+        if speculation not in self._llms:
+            self._llms[speculation] = LLM(self._settings.model_copy(update={"speculation": speculation}))
+        return self._llms[speculation]
+
+    def run(self, speculation: SpeculationSettings) -> tuple[float, list[list[int]]]:
+        """Decode all prompts, a batch at a time; return tokens a second after each batch's first ones, and the token ids."""
+        llm = self.llm(speculation)
+        seconds, tokens = 0.0, 0
+        answers: list[list[int]] = []
+        for first in range(0, len(self._prompts), self._batch):
+            part = slice(first, first + self._batch)
+            spent, answered = decode(llm, self._prompts[part], self._params[part])
+            seconds += spent
+            tokens += sum(len(answer) - 1 for answer in answered)
+            answers += answered
+        return tokens / seconds, answers
+
+    def compare(self, plans: Sequence[SpeculationSettings], runs: int) -> list[list[float]]:
+        """Run plans in turn (A B C A B C ...), after one run of each that does not count; return each one's tokens a second."""
+        for plan in plans:
+            self.run(plan)
+        return [list(speeds) for speeds in zip(*([self.run(plan)[0] for plan in plans] for _ in range(runs)), strict=True)]
+
+
+def decode(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> tuple[float, list[list[int]]]:
+    """Decode prompts together; return the seconds from when all have their first token, and the token ids of each."""
+    engine = llm.engine
+    answers: dict[str, list[int]] = {}
+    for number, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        engine.add(GenerationRequest(f"bench-{number}", tuple(prompt), param))
+        answers[f"bench-{number}"] = []
+    start = time.perf_counter()
+    begun = False
+    early = 0
+    while engine.has_work:
+        for delta in engine.step():
+            answers[delta.request_id] += delta.token_ids
+        if not begun and all(answers.values()):
+            begun, start = True, time.perf_counter()
+            early = sum(map(len, answers.values())) - len(answers)
+    seconds = time.perf_counter() - start
+    total = sum(len(answer) - 1 for answer in answers.values())
+    return seconds * total / max(1, total - early), list(answers.values())
+
+
+def calibrate(bench: Bench, recordings: Sequence[Recording], costs: Costs, layers: int, probe: SpeculationSettings) -> None:
+    """Set what a pass and a round cost besides, so that plain decoding and one other plan are predicted as they run."""
+    speeds = [statistics.median(found) for found in bench.compare([PLAIN, probe], 2)]
+    costs.a_pass = costs.a_round = 0.0
+    excess: list[float] = []
+    rounds: list[float] = []
+    passes: list[float] = []
+    for speculation, speed in zip((PLAIN, probe), speeds, strict=True):
+        predicted, counts = replay(speculation, recordings, costs, layers)
+        tokens = sum(len(recording.tokens) - recording.prompt - 1 for recording in recordings)
+        excess.append(tokens / speed - tokens / predicted)
+        rounds.append(counts[-1].passes)
+        passes.append(sum(count.passes for count in counts if count.seen or count is counts[-1]))
+    # excess = rounds * a_round + passes * a_pass, for both
+    determinant = rounds[0] * passes[1] - rounds[1] * passes[0]
+    a_pass = (rounds[0] * excess[1] - rounds[1] * excess[0]) / determinant if determinant else 0.0
+    costs.a_pass = max(0.0, a_pass)
+    costs.a_round = max(0.0, excess[0] / rounds[0] - costs.a_pass)

@@ -1,0 +1,137 @@
+"""A plan tried without the model: the round itself, over a recorded text, on a clock that adds up what passes cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hispec_ray.config import SpeculationSettings
+from hispec_ray.core.plan import Drafts, DraftStarts, IntArray, LevelCounts, Rows, SequencePlan, StepPlan
+from hispec_ray.shard.shard import drafter_for, levels_for, round_for
+from hispec_ray.speculation.choice import Choices
+from hispec_ray.tuning.costs import Costs
+from hispec_ray.tuning.recording import Recording
+
+_SIZE = 16
+_SPARE = 8  # blocks for branches
+_NOWHERE = -1  # what is said after a text that the model did not write: never what it would have written
+
+
+class _Stage:
+    """The decoder's place in a replay: a hidden row is the index of what is said after it, or none off the recorded text."""
+
+    block_size = _SIZE
+
+    def __init__(self, recording: Recording, costs: Costs, layers: int) -> None:
+        self.recording, self.costs, self.layers = recording, costs, layers
+        self.seconds = 0.0
+        self._good = recording.prompt  # positions of the recorded text that stand in the cache, from the first
+        self._tokens: dict[int, int] = {}  # by slot
+        self._depth = layers
+
+    def empty_rows(self, count: int) -> torch.Tensor:
+        return torch.empty(count, 1, dtype=torch.float64)
+
+    def embed(self, rows: Rows) -> torch.Tensor:
+        said = []
+        for token, position, line, slot in zip(
+            rows.tokens.tolist(), rows.positions.tolist(), rows.table.tolist(), rows.slots.tolist(), strict=False
+        ):
+            self._tokens[slot] = token
+            right = position <= self._good and token == self.recording.tokens[position]
+            if line == 0 and position <= self._good:
+                self._good = position + 1 if right else position
+            said.append(position - self.recording.prompt + 1 if right else _NOWHERE)
+        return torch.tensor(said, dtype=torch.float64)[:, None]
+
+    def run(self, first: int, last: int, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
+        self.seconds += (last - first) * self.costs.layer.of(len(rows))
+        return hidden
+
+    def logits(self, depth: int, hidden: torch.Tensor) -> torch.Tensor:
+        self.seconds += self.costs.a_pass + self.costs.heads[depth].of(len(hidden))
+        self._depth = depth
+        return hidden
+
+    def vocabulary(self, depth: int) -> None:
+        return None
+
+    def copy_slots(self, source: IntArray, target: IntArray) -> None:
+        for a, b in zip(source.tolist(), target.tolist(), strict=True):
+            token = self._tokens.get(a)
+            if token is None:
+                continue
+            self._tokens[b] = token
+            if b < len(self.recording.tokens) and b <= self._good:  # a branch takes its place in the sequence
+                self._good = b + 1 if token == self.recording.tokens[b] else b
+
+    def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float) -> Drafts:
+        guesses: list[int] = []
+        seconds: list[int] = []
+        gaps: list[float] = []
+        token, position = int(starts.tokens[0]), int(starts.positions[0])
+        while len(guesses) < int(starts.steps[0]):
+            place = np.array([position])
+            row = self.embed(Rows(np.array([token]), place, np.array([0]), starts.tables, place, np.array([0])))
+            held[int(starts.homes[0, len(guesses)])] = row[0]
+            self._depth = depth
+            (token,), (second,), (gap,) = self.choose(row, (), (), ())
+            guesses.append(token)
+            seconds.append(second)
+            gaps.append(gap)
+            position += 1
+            if gap < stop:
+                break
+        self.seconds += self.costs.a_pass / 2 + len(guesses) * self.costs.guesses[depth].of(1)
+        return Drafts([guesses], [seconds], [gaps])
+
+    def choose(
+        self,
+        logits: torch.Tensor,
+        temperatures: Sequence[float],
+        seeds: Sequence[int],
+        positions: Sequence[int],
+        vocabulary: torch.Tensor | None = None,
+    ) -> Choices:
+        said = self.recording.said[self._depth]
+        indices = [int(index) for index in logits[:, 0].tolist()]
+        known = [0 <= index < len(said.ids) for index in indices]
+        return Choices(
+            [said.ids[index] if fine else _NOWHERE for index, fine in zip(indices, known, strict=True)],
+            [said.seconds[index] if fine else _NOWHERE for index, fine in zip(indices, known, strict=True)],
+            [said.gaps[index] if fine else 1e9 for index, fine in zip(indices, known, strict=True)],
+        )
+
+
+def replay(speculation: SpeculationSettings, recordings: Sequence[Recording], costs: Costs, layers: int) -> tuple[float, list[LevelCounts]]:
+    """Decode the recorded texts as the settings say; return the expected tokens a second and what each source did. One at a time."""
+    tokens, seconds = 0, 0.0
+    window = levels_for(speculation, layers)[-1].window
+    fixed = speculation.model_copy(update={"pace": "fixed"})
+    drafter = drafter_for(speculation)  # goes on from text to text with what it has learned
+    totals: list[LevelCounts] = []
+    for number, recording in enumerate(recordings):
+        stage = _Stage(recording, costs, layers)
+        round_ = round_for(fixed, stage, layers, stage.choose, drafter)
+        totals = totals or [LevelCounts() for _ in round_.sources]
+        known = recording.prompt + 1
+        blocks = tuple(range(-(-len(recording.tokens) // _SIZE)))
+        told, ended = False, (number,) if number else ()
+        while known < len(recording.tokens):
+            room = min(window, len(recording.tokens) - known - 1)
+            needed = (known - 1 + room) // _SIZE + 1
+            plan = SequencePlan(
+                number + 1, (recording.tokens[known - 1],), known - 1, (*blocks[:needed], *range(10**6, 10**6 + _SPARE)), True, room,
+                recording.temperature, recording.seed, None if told else recording.tokens[: known - 1],
+            )  # fmt: skip
+            result = round_.run(StepPlan((plan,), ended))
+            told, ended = True, ()
+            for total, counts in zip(totals, result.levels, strict=True):
+                total.add(counts)
+            known += len(result.sequences[0].tokens)
+            stage.seconds += costs.a_round
+        tokens += len(recording.tokens) - recording.prompt - 1
+        seconds += stage.seconds
+    return tokens / seconds, totals
