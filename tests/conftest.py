@@ -25,7 +25,7 @@ from hispec_ray.core.plan import StepPlan, StepResult
 from hispec_ray.model.decoder import Decoder
 from hispec_ray.model.native_decoder import NativeDecoder
 from hispec_ray.model.weights import ModelSource, convert_gguf, open_model
-from hispec_ray.shard.shard import levels_for, round_for
+from hispec_ray.shard.shard import drafter_for, levels_for, round_for
 from hispec_ray.speculation.choice import choose_native
 
 torch.set_num_threads(1)
@@ -87,7 +87,9 @@ class SharedExecutor:
         levels = levels_for(settings.speculation, decoder.architecture.layers)
         self.blocks = settings.cache.blocks
         self.window = levels[-1].window
-        self._round = round_for(settings.speculation, decoder, levels, choose_native(1))
+        self._round = round_for(
+            settings.speculation, decoder, decoder.architecture.layers, choose_native(1), drafter_for(settings.speculation)
+        )
         self.sources = self._round.sources
 
     @torch.inference_mode()

@@ -18,7 +18,7 @@ from hispec_ray.model.torch_decoder import TorchDecoder
 from hispec_ray.model.weights import ModelSource
 from hispec_ray.native.library import NativeUnavailableError, load
 from hispec_ray.speculation.choice import Choose, choose_native, choose_torch
-from hispec_ray.speculation.drafters import LookupDrafter
+from hispec_ray.speculation.drafters import Drafter, LookupDrafter
 from hispec_ray.speculation.round import Doubt, Level, Model, Round
 
 logger = logging.getLogger(__name__)
@@ -44,12 +44,16 @@ def levels_for(speculation: SpeculationSettings, layers: int) -> tuple[Level, ..
     return *guesser, Level("check", check, speculation.draft_tokens), Level("full", layers, speculation.window)
 
 
-def round_for(speculation: SpeculationSettings, model: Model, levels: Sequence[Level], choose: Choose) -> Round:
-    """Return the round of the method: its levels, its drafter, and what the levels do where they are unsure."""
+def drafter_for(speculation: SpeculationSettings) -> Drafter | None:
+    """Return the drafter that is no exit, where the settings want one."""
     looks_up = speculation.method != "plain" and speculation.drafter != "exit"
-    drafter = LookupDrafter(speculation.lookup_confidence) if looks_up else None
+    return LookupDrafter(speculation.lookup_confidence) if looks_up else None
+
+
+def round_for(speculation: SpeculationSettings, model: Model, layers: int, choose: Choose, drafter: Drafter | None) -> Round:
+    """Return the round of the method: its levels, what they do where they are unsure, and its pace."""
     doubt = Doubt(speculation.stop_below, speculation.branch_below, speculation.branches)
-    return Round(model, levels, choose, drafter, doubt, paced=speculation.pace == "auto")
+    return Round(model, levels_for(speculation, layers), choose, drafter, doubt, paced=speculation.pace == "auto")
 
 
 class Shard:
@@ -93,7 +97,8 @@ class Shard:
                 f"the model's {self.weight_bytes / _GIB:.1f} GiB and a cache of {self.blocks} blocks, {self.cache_bytes / _GIB:.1f} GiB "
                 "(cache.memory_gib or cache.blocks), do not fit into memory"
             ) from error
-        self._round = round_for(settings.speculation, self.decoder, self.levels, choose)
+        self.choose = choose
+        self._round = round_for(settings.speculation, self.decoder, architecture.layers, choose, drafter_for(settings.speculation))
         self.sources = self._round.sources
 
     def execute(self, plan: StepPlan) -> StepResult:
