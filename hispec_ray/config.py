@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+ABACUS_MODEL = "abacus"
+"""A model of 7 million parameters that solves word problems, part of this package: for tests, benchmarks and first steps."""
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -22,7 +24,7 @@ class ModelSettings(Group):
     """Which model, in which precision, on what."""
 
     path: str = DEFAULT_MODEL
-    """A folder with a Hugging Face checkpoint, a .gguf file, a Hugging Face id, or the default's name."""
+    """A folder with a Hugging Face checkpoint, a .gguf file, a Hugging Face id, the default's name, or abacus."""
     served_name: str | None = None
     """The id that clients use; the path where unset."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"

@@ -58,20 +58,42 @@ class SequenceResult:
 
 @dataclass(slots=True)
 class LevelCounts:
-    """What one source did in a round: passes, rows run through its own segment, proposals seen and accepted, tokens of its own."""
+    """What one source did in a round.
+
+    passes: each reads the source's head once; layers: layer passes in them, whatever their rows; rows: run through its own segment.
+    seen, accepted: proposals that it looked at and that it kept; own: tokens of its own.
+    seen_at, accepted_at: the same by place in the window, up to the first that it did not keep.
+    """
 
     passes: int = 0
+    layers: int = 0
     rows: int = 0
     seen: int = 0
     accepted: int = 0
     own: int = 0
+    seen_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    def looked(self, proposals: int, kept: int) -> None:
+        """Note a look at a window of so many proposals of which the first `kept` were kept."""
+        for place in range(min(kept + 1, proposals)):
+            if place == len(self.seen_at):
+                self.seen_at.append(0)
+                self.accepted_at.append(0)
+            self.seen_at[place] += 1
+            self.accepted_at[place] += place < kept
 
     def add(self, other: LevelCounts) -> None:
         self.passes += other.passes
+        self.layers += other.layers
         self.rows += other.rows
         self.seen += other.seen
         self.accepted += other.accepted
         self.own += other.own
+        for mine, theirs in ((self.seen_at, other.seen_at), (self.accepted_at, other.accepted_at)):
+            mine.extend([0] * (len(theirs) - len(mine)))
+            for place, count in enumerate(theirs):
+                mine[place] += count
 
 
 @dataclass(slots=True)

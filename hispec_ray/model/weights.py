@@ -20,7 +20,7 @@ from rich.console import Console
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from hispec_ray.config import DEFAULT_MODEL
+from hispec_ray.config import ABACUS_MODEL, DEFAULT_MODEL
 from hispec_ray.model.architecture import Architecture, check_family
 from hispec_ray.model.gguf import CONVERSION, convert_gguf
 from hispec_ray.native.library import cache_folder
@@ -30,9 +30,7 @@ _DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_VALID_PATHS = (
-    f"a folder with a Hugging Face checkpoint (config.json and safetensors), a .gguf file, a Hugging Face id, or {DEFAULT_MODEL!r}"
-)
+_VALID_PATHS = f"a folder with a Hugging Face checkpoint (config.json and safetensors), a .gguf file, a Hugging Face id, {DEFAULT_MODEL!r} or {ABACUS_MODEL!r}"
 # what reading a damaged checkpoint raises, through transformers, safetensors and gguf; RuntimeError also where there is no home folder
 _DAMAGE = (LookupError, ArithmeticError, AttributeError, SafetensorError)
 _BROKEN = (OSError, ValueError, TypeError, RuntimeError, StrictDataclassError, *_DAMAGE)
@@ -239,6 +237,8 @@ def _find(path: str) -> Path:
     """The checkpoint folder behind a `model.path`."""
     if path == DEFAULT_MODEL:
         return _converted(_default_gguf, DEFAULT_MODEL, _DEFAULT_SHA256)
+    if path == ABACUS_MODEL:
+        return Path(__file__).parents[1] / "abacus" / "model"
     local = Path(path).expanduser()
     if local.is_dir():
         if (local / "config.json").is_file():

@@ -292,6 +292,7 @@ class Round:
             count.own += len(guesses)
         passes = max(len(guesses) for guesses in drafts.guesses)
         count.passes += passes
+        count.layers += passes * self._levels[0].depth
         if self._pace:
             self._pace.guess.add(len(states), (time.perf_counter() - begun) / passes)
 
@@ -371,6 +372,7 @@ class Round:
         count = self._counts[source]
         s.seen[level] += min(kept + 1, tentative)
         s.kept[level] += kept
+        count.looked(tentative, kept)
         count.seen += tentative + len(looked)
         count.accepted += accepted
         count.own += 1
@@ -455,6 +457,7 @@ class Round:
                         self._levels[last].depth - depth or 1
                     )
                     self._pace.segments[one].add(len(rows), seconds * share)
+            self._counts[level + self._source].layers += self._levels[last].depth - depth
             segment, depth = last + 1, self._levels[last].depth
         self._counts[level + self._source].passes += 1
         assert hidden is not None

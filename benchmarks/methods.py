@@ -1,0 +1,293 @@
+"""Methods against plain decoding on one engine and the same weights: plans tuned on one half of each data set, run on the other.
+
+Every contestant decodes the same prompts in turn, A B C ... A B C ..., and is compared by the medians of ratios taken in the same
+turn. Each plan has the pace at work, as it is deployed. A text that differs from plain decoding's counts as not identical.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks import common, datasets
+from benchmarks.datasets import DataSet, Item
+from hispec_ray import LLM, SamplingParams, Settings
+from hispec_ray.config import SpeculationSettings
+from hispec_ray.core.plan import LevelCounts
+from hispec_ray.shard.shard import levels_for
+from hispec_ray.tuning.planner import PLAIN, decode, describe
+from hispec_ray.tuning.tune import Tuning, tune
+
+BATCHES = (1, 4, 16)
+TEMPERATURES = (0.0, 0.8)
+FAMILIES = (
+    ("single", "exit"), ("hispec", "exit"), ("single", "lookup"), ("hispec", "lookup"), ("single", "mixed"), ("hispec", "mixed"),
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Cell:
+    """One method on one data set at one batch size and temperature."""
+
+    speeds: list[float] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
+    tokens: int = 0
+    counts: list[LevelCounts] = field(default_factory=list)
+
+
+def contestants(tuning: Tuning) -> dict[str, SpeculationSettings]:
+    """Plain decoding and the best plan of every method and drafter, and the best hierarchical one with branches where it has none."""
+    found = {"plain": PLAIN}
+    for method, drafter in FAMILIES:
+        plan = next((p for p in tuning.plans if (p.speculation.method, p.speculation.drafter) == (method, drafter)), None)
+        if plan is not None:
+            found[label(method, drafter)] = plan.speculation.model_copy(update={"pace": "auto"})
+    hierarchical = [p for p in tuning.plans if p.speculation.method == "hispec"]
+    if hierarchical:
+        best = hierarchical[0].speculation
+        other = {"branches": 0, "branch_below": 0.0} if best.branches else {"branches": 2, "branch_below": 1.0}
+        name = f"{label(best.method, best.drafter)}, {'no branches' if best.branches else 'branches'}"
+        found[name] = best.model_copy(update={**other, "pace": "auto"})
+    return found
+
+
+def label(method: str, drafter: str) -> str:
+    return {"exit": method, "lookup": "lookup" if method == "single" else "lookup + check", "mixed": f"{method} + lookup"}[drafter]
+
+
+def measure(
+    llms: Mapping[str, LLM], items: Sequence[Item], batch: int, temperature: float, max_tokens: int, runs: int, progress: Progress
+) -> dict[str, Cell]:
+    """Let every method decode the items in turn, `runs` times, after one turn that does not count."""
+    cells = {name: Cell() for name in llms}
+    task = progress.add_task("", total=(runs + 1) * len(llms))
+    for turn in range(runs + 1):
+        for name, llm in llms.items():
+            progress.update(task, description=f"batch {batch}, temperature {temperature}: {name}")
+            before = [LevelCounts() for _ in llm.engine.counts]
+            for total, counts in zip(before, llm.engine.counts, strict=True):
+                total.add(counts)
+            answers: list[list[int]] = []
+            seconds = 0.0
+            for first in range(0, len(items), batch):
+                part = items[first : first + batch]
+                prompts = [encoded(llm, item, max_tokens) for item in part]
+                params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=first + i) for i in range(len(part))]
+                spent, answered = decode(llm, prompts, params)
+                seconds += spent
+                answers += answered
+            cell = cells[name]
+            tokens = sum(len(answer) - 1 for answer in answers)
+            if turn:
+                cell.speeds.append(tokens / seconds)
+            cell.answers, cell.tokens = answers, tokens
+            cell.counts = [since(now, then) for now, then in zip(llm.engine.counts, before, strict=True)]
+            progress.advance(task)
+    progress.remove_task(task)
+    return cells
+
+
+def since(now: LevelCounts, then: LevelCounts) -> LevelCounts:
+    places = [0] * (len(now.seen_at) - len(then.seen_at))
+    return LevelCounts(
+        now.passes - then.passes, now.layers - then.layers, now.rows - then.rows, now.seen - then.seen, now.accepted - then.accepted,
+        now.own - then.own, [a - b for a, b in zip(now.seen_at, then.seen_at + places, strict=True)],
+        [a - b for a, b in zip(now.accepted_at, then.accepted_at + places, strict=True)],
+    )  # fmt: skip
+
+
+def encoded(llm: LLM, item: Item, max_tokens: int) -> tuple[int, ...]:
+    """Return a prompt's ids, in the model's chat template where it has one, with room for the answer."""
+    if item.raw or not llm.engine.tokenizer.chat_template:
+        ids = llm.encode(item.prompt)
+    else:
+        ids = llm.encode_chat([{"role": "user", "content": item.prompt}])
+    return ids[-(llm.engine.max_model_len - max_tokens) :]
+
+
+def accuracy(llm: LLM, data: DataSet, items: Sequence[Item], answers: Sequence[Sequence[int]]) -> float | None:
+    """Return the share of right answers, None where they cannot be checked."""
+    right = []
+    for item, answer in zip(items, answers, strict=True):
+        if item.answer is not None:
+            right.append(data.read(llm.engine.tokenizer.decode(list(answer), skip_special_tokens=True)) == item.answer)
+    return sum(right) / len(right) if right else None
+
+
+def draw(results: Mapping[tuple[str, int, float], Mapping[str, Cell]], names: Sequence[str], path: Path) -> None:
+    """Speed against plain: a group of bars for each data set, one panel for each batch size, greedy."""
+    batches = sorted({batch for _, batch, _ in results})
+    sets = list(dict.fromkeys(name for name, _, _ in results))
+    figure, panels = plt.subplots(len(batches), 1, figsize=(1.6 * len(sets) + 4, 2.9 * len(batches)), squeeze=False, layout="constrained")
+    colours = plt.get_cmap("tab10")
+    others = [name for name in names if name != "plain"]
+    for panel, batch in zip(panels[:, 0], batches, strict=True):
+        for i, name in enumerate(others):
+            heights = [common.median_ratio(results[s, batch, 0.0][name].speeds, results[s, batch, 0.0]["plain"].speeds) for s in sets]
+            places = [x + (i - (len(others) - 1) / 2) * 0.8 / len(others) for x in range(len(sets))]
+            panel.bar(places, heights, 0.8 / len(others), label=name, color=colours(i))
+        panel.axhline(1.0, color="black", linewidth=0.8)
+        panel.set_xticks(range(len(sets)), sets)
+        panel.set_ylabel(f"batch {batch}\nspeed / plain")
+    panels[0, 0].legend(frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    options = common.parser(__doc__ or "", "methods")
+    options.add_argument("--model", default="smollm2-135m-instruct", help="as model.path; 'abacus' measures on its problems alone")
+    options.add_argument("--heads", default=None, help="a file of trained exits")
+    options.add_argument("--data", type=Path, default=None, help="a folder of .jsonl files; prompts of this project where not given")
+    options.add_argument("--prompts", type=int, default=None, help="of each data set, to measure on; some others are tuned on (default 16)")
+    options.add_argument("--max-tokens", type=int, default=None)
+    options.add_argument("--runs", type=int, default=None)
+    options.add_argument("--dtype", default="bfloat16")
+    asked = options.parse_args()
+    each = asked.prompts or (4 if asked.quick else 16)
+    max_tokens = asked.max_tokens or (48 if asked.quick else 200 if asked.model == "abacus" else 128)
+    runs = asked.runs or (1 if asked.quick else 3)
+    settings = Settings.model_validate(
+        {
+            "model": {"path": asked.model, "dtype": asked.dtype, "threads": asked.threads},
+            "cache": {"prefix_caching": False},
+            "speculation": {"exits": {"heads": asked.heads}},
+        }
+    )
+    sets = data_sets(asked, each)
+    reader = LLM(settings.model_copy(update={"speculation": PLAIN}))
+    halves = {data.name: data.halves(each) for data in sets}
+    tuning_items = [item for tuned, _ in halves.values() for item in tuned[: max(2, 24 // len(sets))]]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=common.console, transient=True) as progress:
+        task = progress.add_task("tuning", total=1)
+        tuning = tune(
+            settings, [encoded(reader, item, max_tokens) for item in tuning_items], max_tokens=max_tokens,
+            checks=2 if asked.quick else 4, runs=1 if asked.quick else 3,
+            tell=lambda what, done, total: progress.update(task, description=f"tuning: {what}", completed=done, total=total),
+        )  # fmt: skip
+        progress.remove_task(task)
+        plans = contestants(tuning)
+        llms = {name: LLM(settings.model_copy(update={"speculation": plan})) for name, plan in plans.items()}
+        results: dict[tuple[str, int, float], dict[str, Cell]] = {}
+        for data in sets:
+            for batch in BATCHES:
+                for temperature in TEMPERATURES if not asked.quick else TEMPERATURES[:1]:
+                    results[data.name, batch, temperature] = measure(
+                        llms, halves[data.name][1], batch, temperature, max_tokens, runs, progress
+                    )
+    outcome = Outcome(plans, results)
+    found = lines(outcome, sets, {name: half for name, (_, half) in halves.items()}, reader)
+    rows = [[shown(line[column]) for column in COLUMNS] for line in found]
+    common.table(f"{asked.model}: methods (passes and reads are a token's)", COLUMNS, rows)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    stem = f"methods-{Path(asked.model).name}"
+    markdown = ["| " + " | ".join(row) + " |" for row in (COLUMNS, ["---"] * len(COLUMNS), *rows)]
+    (asked.out / f"{stem}.md").write_text("\n".join(markdown) + "\n")
+    draw(results, list(plans), asked.out / f"{stem}.png")
+    for plan in tuning.checked:
+        words = f"tuned: {plan.name()}: {plan.predicted:.1f} tokens/s expected, {plan.measured or 0:.1f} measured"
+        common.console.print(words, highlight=False)
+    for words, name in (("best hierarchical", outcome.best("hispec")), ("fastest", outcome.best())):
+        common.console.print(f"{words}: {name}, {describe(plans[name])}", highlight=False)
+    common.finish(stem, asked.out, outcome.headline(), {"rows": found, "agreement": tuning.agreement})
+
+
+def data_sets(asked: argparse.Namespace, each: int) -> list[DataSet]:
+    if asked.model == "abacus":
+        return [datasets.abacus_problems(2 * each)]
+    found = datasets.from_folder(asked.data) if asked.data else [datasets.built_in(2 * each)]
+    shared = datasets.share_gpt(2 * each)
+    found = [*found, shared] if shared else found
+    return found[:2] if asked.quick else found
+
+
+class Outcome:
+    """What was measured, and the figures that are made of it."""
+
+    def __init__(self, plans: Mapping[str, SpeculationSettings], results: Mapping[tuple[str, int, float], Mapping[str, Cell]]) -> None:
+        self.plans, self.results = plans, results
+        self.sets = list(dict.fromkeys(name for name, _, _ in results))
+
+    def ratio(self, name: str, batch: int, data: Sequence[str] | None = None) -> float:
+        """Greedy speed against plain decoding: the geometric mean over data sets of the medians."""
+        every = self.sets if data is None else data
+        cells = [self.results[s, batch, 0.0] for s in every]
+        return statistics.geometric_mean(common.median_ratio(c[name].speeds, c["plain"].speeds) for c in cells)
+
+    def best(self, method: str | None = None) -> str:
+        """The fastest at batch 1, of a method or of all that speculate."""
+        names = [n for n, plan in self.plans.items() if plan.method == method or (method is None and plan.method != "plain")]
+        return max(names, key=lambda name: self.ratio(name, 1))
+
+    def headline(self) -> dict[str, object]:
+        hierarchical, fastest = self.best("hispec"), self.best()
+        same = [cells[n].answers == cells["plain"].answers for cells in self.results.values() for n in self.plans]
+        at16 = [
+            common.median_ratio(cells[n].speeds, cells["plain"].speeds)
+            for (_, batch, _), cells in self.results.items()
+            for n in {hierarchical, fastest}
+            if batch == BATCHES[-1]
+        ]
+        return {
+            "hispec_vs_plain": round(self.ratio(hierarchical, 1), 3),
+            "hispec_vs_single": round(self.ratio(hierarchical, 1) / self.ratio("single", 1), 3),
+            "batch16_vs_plain": round(min(at16), 3),
+            "worst_data_set": round(min(self.ratio(fastest, 1, [s]) for s in self.sets), 3),
+            "identical": f"{sum(same)}/{len(same)}",
+        }
+
+
+COLUMNS = ("data", "batch", "T", "method", "tokens/s", "/ plain", "full passes", "layer passes", "head reads", "right", "same text")
+
+
+def lines(outcome: Outcome, sets: Sequence[DataSet], measured: Mapping[str, list[Item]], reader: LLM) -> list[dict[str, object]]:
+    """One line for each method on each data set at each batch size and temperature."""
+    found: list[dict[str, object]] = []
+    layers = reader.engine.source.architecture.layers
+    for (name, batch, temperature), cells in outcome.results.items():
+        data = next(d for d in sets if d.name == name)
+        for method, cell in cells.items():
+            levels = {}
+            for level, c in zip(reversed(levels_for(outcome.plans[method], layers)), reversed(cell.counts), strict=False):
+                places = [a / b for a, b in zip(c.accepted_at, c.seen_at, strict=True) if b]
+                levels[level.name] = {"accepted": c.accepted / c.seen if c.seen else None, "by_place": places}
+            found.append(
+                {
+                    "data": name,
+                    "batch": batch,
+                    "T": temperature,
+                    "method": method,
+                    "tokens/s": statistics.median(cell.speeds),
+                    "/ plain": common.median_ratio(cell.speeds, cells["plain"].speeds),
+                    "full passes": cell.counts[-1].passes / cell.tokens,
+                    "layer passes": sum(c.layers for c in cell.counts) / cell.tokens,
+                    "head reads": sum(c.passes for c in cell.counts) / cell.tokens,
+                    "right": accuracy(reader, data, measured[name], cell.answers),
+                    "same text": cell.answers == cells["plain"].answers,
+                    "plan": describe(outcome.plans[method]),
+                    "levels": levels,
+                }
+            )
+    return found
+
+
+def shown(value: object) -> str:
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "NO"
+        case float():
+            return f"{value:.3g}"
+    return str(value)
+
+
+if __name__ == "__main__":
+    main()
