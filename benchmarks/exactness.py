@@ -20,26 +20,40 @@ import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import common, prompts
-from hispec_ray import LLM, SamplingParams
+from hispec_ray import LLM, SamplingParams, Settings
+from hispec_ray.config import SpeculationSettings
 from hispec_ray.core.plan import Rows
 from hispec_ray.speculation.choice import gumbel
+from hispec_ray.tuning.planner import PLAIN, describe
 
 CONDITIONS = ("alone", "batch", "preempted", "cached")
-Method = tuple[str, int | None, int | None, int, int]
-"""Method, draft exit, check exit, draft tokens, window."""
 
-SETTINGS: tuple[Method, ...] = (
-    ("hispec", 3, 7, 2, 4),
-    ("hispec", 30, 30, 2, 4),
-    ("single", 27, None, 3, 1),
-    ("hispec", 20, 26, 3, 4),
-    ("hispec", 1, 2, 1, 2),
-    ("single", 6, None, 1, 1),
-    ("plain", None, None, 1, 1),
-    ("hispec", 28, 29, 4, 8),
-    ("hispec", 8, 20, 2, 3),
+
+def plan(
+    method: str, draft: int | None = None, check: int | None = None, draft_tokens: int = 2, window: int = 4, **others: object
+) -> SpeculationSettings:
+    """Settings that always guess as far as they may: the pace would stop what does not pay."""
+    exits = {"draft": draft, "check": check}
+    tokens = {"draft_tokens": draft_tokens, "window": window}
+    return SpeculationSettings.model_validate({"method": method, "exits": exits, **tokens, "pace": "fixed", **others})
+
+
+SETTINGS = (
+    plan("hispec", 3, 7, 2, 4),
+    plan("hispec", 30, 30, 2, 4),
+    plan("hispec", 20, 26, 3, 4, drafter="mixed", lookup_confidence=0.2, stop_below=0.5, branch_below=2.0, branches=3),
+    plan("single", 27, None, 3),
+    plan("single", drafter="lookup", draft_tokens=6, lookup_confidence=0.1),
+    plan("hispec", 20, 26, 3, 4),
+    plan("hispec", 1, 2, 1, 2),
+    plan("hispec", None, 24, 3, 6, drafter="lookup", lookup_confidence=0.1, branch_below=1.0, branches=2),
+    plan("hispec", 28, 29, 4, 8, branch_below=1.0, branches=1),
+    plan("hispec", 8, 20, 2, 3, pace="auto"),
+    plan("single", 6, None, 1),
+    plan("plain"),
 )
 SEED = 11
+QUICK_LONGEST = 40
 LONGEST = 160  # prompt tokens; with longer ones the preempted runs would do little but read prompts again
 NEAR_TIE = 1e-3  # of the scores (logits over temperature, with the noise)
 
@@ -56,18 +70,9 @@ class Tally:
     acceptance: dict[str, float] = field(default_factory=dict)
 
 
-def settings_of(dtype: str, threads: int | None, method: Method, blocks: int) -> dict[str, object]:
-    name, draft, check, draft_tokens, window = method
-    return {
-        "model": {"dtype": dtype, "threads": threads},
-        "speculation": {"method": name, "exits": {"draft": draft, "check": check}, "draft_tokens": draft_tokens, "window": window},
-        "cache": {"blocks": blocks},
-    }
-
-
-def label(method: Method) -> str:
-    name, draft, check, draft_tokens, window = method
-    return {"plain": "plain", "single": f"single {draft}, {draft_tokens}"}.get(name, f"hispec {draft}-{check}, {draft_tokens}-{window}")
+def settings_of(dtype: str, threads: int | None, speculation: SpeculationSettings, blocks: int) -> Settings:
+    model = {"dtype": dtype, "threads": threads}
+    return Settings.model_validate({"model": model, "speculation": speculation.model_dump(), "cache": {"blocks": blocks}})
 
 
 def params_for(count: int, tokens: int, temperature: float) -> list[SamplingParams]:
@@ -76,7 +81,7 @@ def params_for(count: int, tokens: int, temperature: float) -> list[SamplingPara
 
 def gap_at(dtype: str, threads: int | None, known: list[int], params: SamplingParams) -> float:
     """Return the distance of the two best scores for the token after `known`, from a model of its own: its cache is nobody else's."""
-    engine = LLM(settings_of(dtype, threads, ("plain", None, None, 1, 1), 1024)).engine
+    engine = LLM(settings_of(dtype, threads, PLAIN, 1024)).engine
     decoder, layers = engine.executor.shard.decoder, engine.source.architecture.layers
     positions = np.arange(len(known))
     rows = Rows(np.array(known), positions, np.zeros(len(known), dtype=np.int64), np.arange(decoder.blocks)[None], positions, positions)
@@ -144,29 +149,32 @@ def main() -> None:
 
 
 def measure(
-    args: argparse.Namespace, dtype: str, chosen: tuple[Method, ...], advance: Callable[[int], None], describe: Callable[[str], None]
+    args: argparse.Namespace,
+    dtype: str,
+    chosen: tuple[SpeculationSettings, ...],
+    advance: Callable[[int], None],
+    announce: Callable[[str], None],
 ) -> Tally:
     tally = Tally()
     accepted: Counter[str] = Counter()
     seen: Counter[str] = Counter()
-    plain = LLM(settings_of(dtype, args.threads, ("plain", None, None, 1, 1), 1024))
+    plain = LLM(settings_of(dtype, args.threads, PLAIN, 1024))
     texts = prompts.from_folder(args.data, args.prompts) if args.data else prompts.mixed(args.prompts)
-    ids = [plain.encode(text)[:LONGEST] for text in texts]
+    ids = [plain.encode(text)[: QUICK_LONGEST if args.quick else LONGEST] for text in texts]
     expected: dict[float, list[list[int]]] = {}
     for temperature in (0.0, 0.8):
-        describe(f"{dtype} plain T={temperature}")
+        announce(f"{dtype} plain T={temperature}")
         each = params_for(len(ids), args.tokens, temperature)
         expected[temperature] = [completion.choices[0].token_ids for completion in plain.generate(ids, each)]
         advance(len(ids))
-    del plain
     needs = sorted(-(-(len(prompt) + args.tokens) // 16) for prompt in ids)
     together = min(16, (len(ids) - args.alone) // 3)
     scarce = max(needs[-1], sum(needs) * together // len(needs) // 2)  # half of what the preempted condition's prompts take on average
     for number, method in enumerate(chosen):
-        name = label(method)
-        llms = {blocks: LLM(settings_of(dtype, args.threads, method, blocks)) for blocks in (1024, scarce)}
+        name = describe(method)
+        llms = {blocks: LLM(settings_of(dtype, args.threads, method, blocks), like=plain) for blocks in (1024, scarce)}
         for temperature in (0.0, 0.8):
-            describe(f"{dtype} {name} T={temperature}")
+            announce(f"{dtype} {name} T={temperature}")
             before = tally.runs, tally.identical
             each = params_for(len(ids), args.tokens, temperature)
             order = [(i + number * 7) % len(ids) for i in range(len(ids))]
@@ -191,13 +199,13 @@ def measure(
     return tally
 
 
-def report(out: Path, tallies: dict[str, Tally], chosen: tuple[Method, ...]) -> None:
+def report(out: Path, tallies: dict[str, Tally], chosen: tuple[SpeculationSettings, ...]) -> None:
     common.table(
         "Token ids against plain decoding",
         ("precision", "runs", "identical", "near-ties", "preemptions", "rows from the prefix cache"),
         [(name, t.runs, t.identical, t.near_ties, t.preemptions, t.cached_rows) for name, t in tallies.items()],
     )
-    figure, axes = plt.subplots(figsize=(9, 0.42 * sum(2 if c[0] == "hispec" else 1 for c in chosen) + 1.6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 0.42 * sum(2 if c.method == "hispec" else 1 for c in chosen) + 1.6), layout="constrained")
     names = list(next(iter(tallies.values())).acceptance)
     for offset, (dtype, tally) in enumerate(tallies.items()):
         axes.barh([i + 0.38 * offset for i in range(len(names))], [100 * tally.acceptance[n] for n in names], height=0.36,
@@ -207,7 +215,7 @@ def report(out: Path, tallies: dict[str, Tally], chosen: tuple[Method, ...]) -> 
     axes.set_xlim(0, 100)
     axes.set_xlabel("tentative tokens that the level keeps, %")
     axes.set_title(
-        "The text is plain decoding's at any acceptance\n(method, exits, draft tokens and window: the level that looks)",
+        "The text is plain decoding's at any acceptance\n(method, guesser, exits, draft tokens / window: the level that looks)",
         loc="left",
         fontsize=11,
     )

@@ -57,6 +57,10 @@ def contestants(tuning: Tuning) -> dict[str, SpeculationSettings]:
     return found
 
 
+def with_heads(plan: SpeculationSettings, heads: str | None) -> SpeculationSettings:
+    return plan.model_copy(update={"exits": plan.exits.model_copy(update={"heads": heads})})
+
+
 def label(method: str, drafter: str) -> str:
     return {"exit": method, "lookup": "lookup" if method == "single" else "lookup + check", "mixed": f"{method} + lookup"}[drafter]
 
@@ -161,7 +165,7 @@ def main() -> None:
         }
     )
     sets = data_sets(asked, each)
-    reader = LLM(settings.model_copy(update={"speculation": PLAIN}))
+    reader = LLM(settings.model_copy(update={"speculation": with_heads(PLAIN, asked.heads)}))
     halves = {data.name: data.halves(each) for data in sets}
     tuning_items = [item for tuned, _ in halves.values() for item in tuned[: max(2, 24 // len(sets))]]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -170,11 +174,14 @@ def main() -> None:
         tuning = tune(
             settings, [encoded(reader, item, max_tokens) for item in tuning_items], max_tokens=max_tokens,
             checks=2 if asked.quick else 4, runs=1 if asked.quick else 3,
-            tell=lambda what, done, total: progress.update(task, description=f"tuning: {what}", completed=done, total=total),
+            like=reader, tell=lambda what, done, total: progress.update(task, description=f"tuning: {what}", completed=done, total=total),
         )  # fmt: skip
         progress.remove_task(task)
         plans = contestants(tuning)
-        llms = {name: LLM(settings.model_copy(update={"speculation": plan})) for name, plan in plans.items()}
+        llms = {
+            name: LLM(settings.model_copy(update={"speculation": with_heads(plan, asked.heads)}), like=reader)
+            for name, plan in plans.items()
+        }
         results: dict[tuple[str, int, float], dict[str, Cell]] = {}
         for data in sets:
             for batch in BATCHES:

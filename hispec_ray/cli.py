@@ -1,4 +1,4 @@
-"""The command line: `hispec generate` answers one prompt with a model in this process."""
+"""The command line: `hispec generate` answers one prompt with a model in this process; the other commands come from `commands/`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from typer.exceptions import TyperException
 
+from hispec_ray.commands import training, tuning
+from hispec_ray.commands.errors import INTERRUPTED, InputError, in_words
 from hispec_ray.config import DEFAULT_MODEL, Settings
 from hispec_ray.request import RequestError, SamplingParams, TokenDelta
 
@@ -29,16 +31,11 @@ if TYPE_CHECKING:
     from hispec_ray.llm import LLM
 
 PROGRAM = "hispec"
-INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 
 app = typer.Typer(
     help="Exact hierarchical speculative decoding: shallow exits of a model guess, the full model's text comes out.",
     no_args_is_help=True, add_completion=False,
 )  # fmt: skip
-
-
-class InputError(ValueError):
-    """What was typed, or stands in the file that was named, cannot be used: names it and what is valid."""
 
 
 def main() -> None:
@@ -117,6 +114,11 @@ def generate(
         raise typer.Exit(INTERRUPTED) from None
 
 
+app.command()(training.train_exits)
+app.command()(training.distill)
+app.command()(tuning.tune)
+
+
 def _settings(config: Path | None, options: Mapping[str, object]) -> Settings:
     """The settings of a deployment file, or else the defaults, under the options that were given. Raises InputError."""
     tree = _application_args(config) if config else {}
@@ -132,7 +134,7 @@ def _settings(config: Path | None, options: Mapping[str, object]) -> Settings:
     try:
         return Settings.model_validate(tree)
     except ValidationError as error:
-        raise InputError(_in_words(error)) from None
+        raise InputError(in_words(error)) from None
 
 
 def _application_args(path: Path) -> dict[str, Any]:
@@ -149,24 +151,6 @@ def _application_args(path: Path) -> dict[str, Any]:
     if not isinstance(args, dict):
         raise InputError(f"config is '{path}'; it must be a Serve config with one application of hispec_ray, whose args are a mapping")
     return args
-
-
-def _in_words(error: ValidationError) -> str:
-    """What is wrong with the settings: each field, its value, what is valid."""
-    return "; ".join(_one_in_words(detail["type"], detail["loc"], detail) for detail in error.errors(include_url=False))
-
-
-def _one_in_words(kind: str, location: tuple[int | str, ...], detail: Any) -> str:
-    field = ".".join(str(part) for part in location)
-    if kind == "value_error":  # raised by the settings tree itself, in full words
-        return str(detail["ctx"]["error"])
-    if kind == "extra_forbidden":
-        group: Any = Settings
-        for part in location[:-1]:
-            group = group.model_fields[part].annotation
-        assert issubclass(group, BaseModel)
-        return f"{field} is no setting; there are {', '.join(group.model_fields)}"
-    return f"{field} is {detail['input']!r}; {detail['msg'].replace('Input', 'it', 1).replace('should', 'must', 1)}"
 
 
 def _load(settings: Settings) -> LLM:

@@ -50,12 +50,13 @@ class Completion:
 class LLM:
     """A model loaded into this process.
 
-    settings: as in a deployment file; a mapping is validated. Raises ValueError when they do not fit the model.
+    settings: as in a deployment file; a mapping is validated. like: another LLM whose weights to share, with the same `model`,
+    `cache.block_size` and `speculation.exits.heads`. Raises ValueError when they do not fit the model.
     """
 
-    def __init__(self, settings: Settings | Mapping[str, object] | None = None) -> None:
+    def __init__(self, settings: Settings | Mapping[str, object] | None = None, like: LLM | None = None) -> None:
         self.settings = settings if isinstance(settings, Settings) else Settings.model_validate(settings or {})
-        self.engine = Engine(self.settings)
+        self.engine: Engine = Engine(self.settings, like.engine if like else None)
         self._encoder = PromptEncoder(self.engine.tokenizer, self.engine.max_model_len)
         self._serial = itertools.count()
         self._sinks: dict[str, Callable[[TokenDelta], None]] = {}  # where each request's deltas go

@@ -10,6 +10,7 @@ for pool in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
     os.environ.setdefault(pool, "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from model.tiny import make_checkpoint, make_gguf
 
 from hispec_ray import LLM, Settings
+from hispec_ray.cli import main
 from hispec_ray.config import DEFAULT_MODEL
 from hispec_ray.core.plan import StepPlan, StepResult
 from hispec_ray.model.decoder import Decoder
@@ -31,6 +33,7 @@ from hispec_ray.speculation.choice import choose_native
 torch.set_num_threads(1)
 
 MakeLLM = Callable[..., LLM]
+Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="session")
@@ -120,3 +123,18 @@ def settings_of(
     }
     cache = {"blocks": blocks, "block_size": block_size, "prefix_caching": prefix_caching}
     return Settings.model_validate({"model": model, "speculation": speculation, "cache": cache, "scheduler": scheduler})
+
+
+@pytest.fixture
+def hispec(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command line here and return its status, stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["hispec", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        code = end.value.code
+        return code if isinstance(code, int) else 0, out, err
+
+    return run

@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from conftest import Run
 
 from hispec_ray import LLM, SamplingParams, TokenDelta
-from hispec_ray.cli import MARKS, LevelSpans, main
+from hispec_ray.cli import MARKS, LevelSpans
 from hispec_ray.engine.detokenizer import CharacterStream, Detokenizer
 from hispec_ray.request import FinishReason
 
-Run = Callable[..., tuple[int, str, str]]
 MARK = re.compile("[" + "".join(mark.before + mark.after for mark in MARKS.values()) + "]")
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
-
-
-@pytest.fixture
-def hispec(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command line here and return its status, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["hispec", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        out, err = capsys.readouterr()
-        code = end.value.code
-        return code if isinstance(code, int) else 0, out, err
-
-    return run
 
 
 DEPLOYMENT = """

@@ -29,12 +29,14 @@ STANDS_ON: dict[str, set[str]] = {
     "__init__": {"config", "request", "llm"},
     "serving": _DOORS | {"llm", "__init__"},
     "tuning": _DOORS | {"llm", "__init__", "training"},
-    "cli": _DOORS | {"llm", "__init__", "training", "tuning", "serving"},
+    "distill": _DOORS | {"llm", "__init__", "training"},
+    "commands": _DOORS | {"llm", "__init__", "training", "tuning", "distill"},
+    "cli": _DOORS | {"llm", "__init__", "training", "tuning", "serving", "commands"},
 }
 """What each room may import besides itself; a dotted name is one module of a room, `__init__` the package's own front door."""
 
 NO_TORCH = {"config", "request", "core"}
-MAY_IMPORT_RAY = {"serving", "shard.ray_group", "shard.placement"}
+MAY_IMPORT_RAY = {"serving", "shard.ray_group", "shard.placement", "training.cluster"}
 
 
 def modules() -> dict[str, Path]:

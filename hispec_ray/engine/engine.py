@@ -31,9 +31,10 @@ class Engine:
     Raises ValueError when the settings do not fit the model or the machine.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, like: Engine | None = None) -> None:
+        """Load a model, or share the weights of an engine that is `like` this one but for speculation, scheduling and the cache's size."""
         self.settings = settings
-        self.source: ModelSource = open_model(settings.model.path)
+        self.source: ModelSource = like.source if like else open_model(settings.model.path)
         architecture = self.source.architecture
         wanted = settings.model.max_model_len
         if wanted and wanted > architecture.attention_limit:
@@ -41,7 +42,7 @@ class Engine:
         self.max_model_len = wanted or architecture.attention_limit
         self.vocabulary = architecture.vocabulary
         self.tokenizer = self.source.tokenizer()
-        self.executor = InlineExecutor(settings, self.source)
+        self.executor: InlineExecutor = InlineExecutor(settings, self.source, like.executor if like else None)
         self.levels = self.executor.sources
         self.pool = BlockPool(self.executor.blocks, settings.cache.block_size, settings.cache.prefix_caching)
         limits = settings.scheduler

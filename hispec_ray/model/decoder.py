@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ class Decoder(Protocol):
     architecture: Architecture
     blocks: int  # of the cache
     block_size: int  # tokens a block holds
+
+    def twin(self, blocks: int) -> Self:
+        """Return a decoder on the same weights with a cache of its own of so many blocks."""
 
     def empty_rows(self, count: int) -> torch.Tensor:
         """Return room for hidden rows `[count, width]`."""

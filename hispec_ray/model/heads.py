@@ -44,7 +44,8 @@ class ExitNetwork(nn.Module):
 class Card(Group):
     """What a file of trained exits is for and what came of the training; stands beside it as JSON.
 
-    base: sha256 of the model's weight files, as `ModelSource.fingerprint` makes it. vocabulary: how many ids the exits score.
+    base: sha256 of the model's weight files, as `ModelSource.fingerprint` makes it; with layerskip those of the model that it began with.
+    vocabulary: how many ids the exits score. data, tokens: the files, and how many tokens were learned from them.
     acceptance: per exit, the share of held-out positions at which its first choice was the full depth's.
     """
 
@@ -80,16 +81,16 @@ def card_path(weights: Path) -> Path:
     return weights.with_suffix(".json")
 
 
-def load_heads(path: Path, fingerprint: str, *, exits: Sequence[int], width: int, vocabulary: int, dtype: torch.dtype) -> Heads:
-    """Read the exits that are wanted from a file of trained exits.
+def load_heads(path: Path, fingerprint: str, *, needed: Sequence[int], width: int, vocabulary: int, dtype: torch.dtype) -> Heads:
+    """Read a file of trained exits.
 
     Raises ValueError, in one line that names `speculation.exits.heads`, where the file or its card cannot be read, belongs to another
-    model, was not trained for an exit, or names ids outside the vocabulary.
+    model, was not trained for an exit that is needed, or names ids outside the vocabulary.
     """
     card = read_card(path)
     if card.base != fingerprint:
         raise _refused(path, f"it was trained for weights with sha256 {card.base}; this model's have {fingerprint}")
-    missing = [depth for depth in exits if depth not in card.exits]
+    missing = [depth for depth in needed if depth not in card.exits]
     if missing:
         trained = ", ".join(map(str, card.exits))
         raise _refused(path, f"it has no exit at depth {missing[0]}; it was trained for {trained}")
@@ -103,7 +104,7 @@ def load_heads(path: Path, fingerprint: str, *, exits: Sequence[int], width: int
         if len(ids) < 1 or bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= vocabulary:
             raise _refused(path, f"its vocabulary must be ascending ids from 0 to {vocabulary - 1}")
     found: dict[int, ExitWeights] = {}
-    for depth in exits:
+    for depth in card.exits:
         parts = {name: tensors.get(f"exits.{depth}.{name}") for name in ("up", "down")}
         for name, tensor in parts.items():
             if tensor is not None and tensor.shape[1 if name == "up" else 0] != width:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 
 import numpy as np
@@ -108,9 +109,7 @@ class NativeDecoder:
         a = architecture
         dtype = weights["embed.weight"].dtype
         padded_head = _padded(a.head_dim)
-        # pages that are zero without being touched: the pool takes memory as it fills
-        pool = np.zeros((2, a.layers, blocks, self.block_bytes(a, block_size, dtype) // (2 * a.layers)), dtype=np.uint8)
-        self.cache = torch.from_numpy(pool).view(dtype)
+        self.cache = self._pool(dtype)
         cosines, sines = (None, None) if a.learned_positions else rope_tables(a.config, positions)
         self._model = _Model(
             a.width, a.heads, a.kv_heads, a.head_dim, padded_head, a.intermediate, block_size, threads,
@@ -137,6 +136,22 @@ class NativeDecoder:
                 smaller, ids = self._matrix(head[self._ids], None), self._keep(self._ids)
             self._exits = {depth: _Exit(self._network(exit), smaller, ids) for depth, exit in heads.exits.items() if depth < a.layers}
 
+    def twin(self, blocks: int) -> NativeDecoder:
+        twin = copy.copy(self)
+        twin.blocks = blocks
+        twin.cache = twin._pool(self.cache.dtype)
+        twin._scratch = torch.empty(0)
+        twin._layers = (_Layer * self.architecture.layers)(*self._layers)
+        for index, layer in enumerate(twin._layers):
+            layer.keys, layer.values = twin.cache[0, index].data_ptr(), twin.cache[1, index].data_ptr()
+        return twin
+
+    def _pool(self, dtype: torch.dtype) -> torch.Tensor:
+        """Pages that are zero without being touched: the pool takes memory as it fills."""
+        a = self.architecture
+        pool = np.zeros((2, a.layers, self.blocks, self.block_bytes(a, self.block_size, dtype) // (2 * a.layers)), dtype=np.uint8)
+        return torch.from_numpy(pool).view(dtype)
+
     @staticmethod
     def block_bytes(architecture: Architecture, block_size: int, dtype: torch.dtype) -> int:
         """Return the bytes of one block of the cache, keys and values of all layers."""
@@ -160,7 +175,8 @@ class NativeDecoder:
             raise ValueError(
                 f"a matrix has {inputs} inputs; bfloat16 needs an even number: set model.dtype to float32 or model.kernels to torch"
             )
-        padded = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % self._panel))
+        missing = -outputs % self._panel
+        padded = torch.nn.functional.pad(weight, (0, 0, 0, missing)) if missing else weight
         panels = padded.view(-1, self._panel, inputs // steps, steps).transpose(1, 2).contiguous()
         return _Matrix(self._keep(panels), self._keep(None if bias is None else bias.float()), inputs, outputs)
 

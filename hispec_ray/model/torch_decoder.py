@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -55,11 +56,21 @@ class TorchDecoder:
             head = self._weights["head.weight"]
             self._exit_head = head if self._ids is None else head[self._ids.to(device)]
         a = architecture
-        dtype = weights["embed.weight"].dtype
-        self.cache = KVCache(a.layers, blocks, block_size, kv_heads=a.kv_heads, head_dim=a.head_dim, dtype=dtype, device=device)
+        self.cache = self._pool()
         if not a.learned_positions:
             cosines, sines = rope_tables(a.config, positions)
             self._cosines, self._sines = (torch.cat((part, part), dim=-1).unsqueeze(1).to(device) for part in (cosines, sines))
+
+    def twin(self, blocks: int) -> TorchDecoder:
+        twin = copy.copy(self)
+        twin.blocks = blocks
+        twin.cache = twin._pool()
+        return twin
+
+    def _pool(self) -> KVCache:
+        a, dtype = self.architecture, self._weights["embed.weight"].dtype
+        shape = {"kv_heads": a.kv_heads, "head_dim": a.head_dim}
+        return KVCache(a.layers, self.blocks, self.block_size, **shape, dtype=dtype, device=self._device)
 
     @staticmethod
     def block_bytes(architecture: Architecture, block_size: int, dtype: torch.dtype) -> int:

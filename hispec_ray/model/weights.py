@@ -30,7 +30,10 @@ _DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_VALID_PATHS = f"a folder with a Hugging Face checkpoint (config.json and safetensors), a .gguf file, a Hugging Face id, {DEFAULT_MODEL!r} or {ABACUS_MODEL!r}"
+_VALID_PATHS = (
+    "a folder with a Hugging Face checkpoint (config.json and safetensors), a .gguf file, a Hugging Face id, "
+    f"{DEFAULT_MODEL!r} or {ABACUS_MODEL!r}"
+)
 # what reading a damaged checkpoint raises, through transformers, safetensors and gguf; RuntimeError also where there is no home folder
 _DAMAGE = (LookupError, ArithmeticError, AttributeError, SafetensorError)
 _BROKEN = (OSError, ValueError, TypeError, RuntimeError, StrictDataclassError, *_DAMAGE)

@@ -11,8 +11,8 @@ from hispec_ray.shard.shard import Shard
 class InlineExecutor:
     """Runs plans on one shard, on the thread that asks. blocks: of the key-value pool; sources: see `Round`."""
 
-    def __init__(self, settings: Settings, source: ModelSource) -> None:
-        self.shard = Shard(settings, source)
+    def __init__(self, settings: Settings, source: ModelSource, like: InlineExecutor | None = None) -> None:
+        self.shard: Shard = Shard(settings, source, like.shard if like else None)
         self.blocks = self.shard.blocks
         self.sources = self.shard.sources
         self.window = self.shard.levels[-1].window

@@ -65,12 +65,16 @@ class Shard:
     Raises ValueError when the settings do not fit the model or the machine.
     """
 
-    def __init__(self, settings: Settings, source: ModelSource) -> None:
+    def __init__(self, settings: Settings, source: ModelSource, like: Shard | None = None) -> None:
+        """Load the model, or share the weights of a shard that is like this one but for speculation, scheduling and the pool's size."""
         architecture = source.architecture
+        self.settings = settings
         self.levels = levels_for(settings.speculation, architecture.layers)
         if settings.model.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("model.device is 'cuda' and torch sees no CUDA device here; set it to 'cpu' or install a CUDA build of torch")
-        native = _wants_native(settings)
+        if like and not _shares_weights(settings, like.settings):
+            raise ValueError("engines share weights only where model, cache.block_size and speculation.exits.heads are the same")
+        native = isinstance(like.decoder, NativeDecoder) if like else _wants_native(settings)
         dtype: torch.dtype = getattr(torch, settings.model.dtype)
         block_bytes = (NativeDecoder if native else TorchDecoder).block_bytes(architecture, settings.cache.block_size, dtype)
         self.blocks = _block_count(settings, block_bytes)
@@ -78,27 +82,26 @@ class Shard:
         threads = settings.model.thread_count()
         torch.set_num_threads(threads)
         heads = _heads_for(settings.speculation.exits.heads, self.levels, source, dtype)
-        weights = source.weights(dtype)
-        self.weight_bytes = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in weights.values()}.values())
+        self.choose: Choose = choose_native(threads) if native else choose_torch
+        weights = {} if like else source.weights(dtype)
+        self.weight_bytes: int = like.weight_bytes if like else sum({id(tensor): tensor.nbytes for tensor in weights.values()}.values())
         positions = min(architecture.attention_limit, settings.model.max_model_len or architecture.attention_limit)
         shape = {"positions": positions, "blocks": self.blocks, "block_size": settings.cache.block_size}
         self.decoder: Decoder
-        choose: Choose
         try:
-            if native:
+            if like:
+                self.decoder = like.decoder.twin(self.blocks)
+            elif native:
                 self.decoder = NativeDecoder(architecture, weights, threads=threads, heads=heads, **shape)
-                choose = choose_native(threads)
             else:
                 device = torch.device(settings.model.device)
                 self.decoder = TorchDecoder(architecture, weights, device=device, choose=choose_torch, heads=heads, **shape)
-                choose = choose_torch
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise ValueError(
                 f"the model's {self.weight_bytes / _GIB:.1f} GiB and a cache of {self.blocks} blocks, {self.cache_bytes / _GIB:.1f} GiB "
                 "(cache.memory_gib or cache.blocks), do not fit into memory"
             ) from error
-        self.choose = choose
-        self._round = round_for(settings.speculation, self.decoder, architecture.layers, choose, drafter_for(settings.speculation))
+        self._round = round_for(settings.speculation, self.decoder, architecture.layers, self.choose, drafter_for(settings.speculation))
         self.sources = self._round.sources
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -124,13 +127,18 @@ def _wants_native(settings: Settings) -> bool:
     return True
 
 
+def _shares_weights(one: Settings, other: Settings) -> bool:
+    heads = one.speculation.exits.heads == other.speculation.exits.heads
+    return one.model == other.model and one.cache.block_size == other.cache.block_size and heads
+
+
 def _heads_for(path: str | None, levels: Sequence[Level], source: ModelSource, dtype: torch.dtype) -> Heads | None:
-    """The trained exits of the levels below the top, where a file of them is named. Raises ValueError as `load_heads`."""
-    exits = [level.depth for level in levels[:-1] if level.depth < source.architecture.layers]
-    if path is None or not exits:
+    """The trained exits, where a file of them is named. Raises ValueError as `load_heads`."""
+    if path is None:
         return None
     a = source.architecture
-    return load_heads(Path(path).expanduser(), source.fingerprint(), exits=exits, width=a.width, vocabulary=a.vocabulary, dtype=dtype)
+    needed = [level.depth for level in levels[:-1] if level.depth < a.layers]
+    return load_heads(Path(path).expanduser(), source.fingerprint(), needed=needed, width=a.width, vocabulary=a.vocabulary, dtype=dtype)
 
 
 def _block_count(settings: Settings, block_bytes: int) -> int:

@@ -20,6 +20,10 @@ class Line:
     learn_from: int = 1
 
 
+NOTHING = Line((0, 0), 2)
+"""A line that only fills a batch: nothing of it is learned or counted."""
+
+
 class Batches(Protocol):
     """Where lines come from; a function of the step, so that a training that is resumed sees what it would have seen."""
 

@@ -45,9 +45,8 @@ class Progress:
         self._log.write(report.as_json() + "\n")
         exits = "  ".join(f"exit {exit} {share:.1%}" for exit, share in zip(self._exits, report.agreement, strict=True))
         if report.held_out:
-            self._console.print(
-                f"step {report.step}, held out: loss {report.loss:.3f}, text {report.text:.3f}, agreement {exits}", highlight=False
-            )
+            text = "" if report.text is None else f", text {report.text:.3f}"
+            self._console.print(f"step {report.step}, held out: loss {report.loss:.3f}{text}, agreement {exits}", highlight=False)
         else:
             self._bar.update(
                 self._task, completed=report.step, description=f"loss {report.loss:.3f}  {exits}  {report.tokens_per_second:.0f} tok/s"
@@ -55,6 +54,7 @@ class Progress:
         if self._board is not None:
             split = "held_out" if report.held_out else "train"
             self._board.add_scalar(f"{split}/loss", report.loss, report.step)
-            self._board.add_scalar(f"{split}/text", report.text, report.step)
+            if report.text is not None:
+                self._board.add_scalar(f"{split}/text", report.text, report.step)
             for exit, share in zip(self._exits, report.agreement, strict=True):
                 self._board.add_scalar(f"{split}/agreement_exit_{exit}", share, report.step)

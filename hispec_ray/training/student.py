@@ -16,18 +16,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hispec_ray.model.heads import ExitNetwork
 
 IGNORED = -100  # a target that no loss is taken at
+LOGITS_AT_ONCE = {"cpu": 2**26, "cuda": 2**28}
+"""Most logits of a depth that are held at a time: 256 MiB in fp32 on a CPU, 1365 rows of 49,152 ids; four times that on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
     """What a batch gave, as sums over its `tokens` positions with a target, so that batches and ranks add up.
 
-    text: cross-entropy of the full depth, in nats. divergence, agreement: per exit, the KL divergence from the full depth, in
-    nats, and the positions at which the exit's first choice is the full depth's.
+    text: cross-entropy of the full depth, in nats; 0 where it was not asked for. divergence, agreement: per exit, the KL
+    divergence from the full depth, in nats, and the positions at which the exit's first choice is the full depth's among all ids.
     """
 
     tokens: torch.Tensor
@@ -39,9 +42,18 @@ class Scores:
 class ExitStudent(nn.Module):
     """A transformers causal language model that is read at several depths.
 
-    networks: of the exits, in the exits' order, for the recipe `heads`; without them an exit is the shared norm and head alone.
-    vocabulary: ids that the exits score, int64[V']; every id where None. The full depth is then compared over these ids alone.
+    networks: of the exits, in the exits' order, for the recipe `heads`. The backbone is then frozen, may be of another precision
+    than the networks, and is no module of this one: it has no gradients, and DeepSpeed neither casts, shards nor saves it.
+    Without networks an exit is the shared norm and head alone.
+    vocabulary: ids that the exits score, int64[V'], only with networks; every id where None. The full depth is then compared
+    over these ids alone.
     """
+
+    backbone: Any
+    _decoder: Any
+    _norm: Any
+    vocabulary: torch.Tensor | None
+    exit_head: torch.Tensor | None  # the head's rows of the vocabulary, [V', d]
 
     def __init__(
         self,
@@ -50,21 +62,23 @@ class ExitStudent(nn.Module):
         *,
         networks: Sequence[ExitNetwork] | None = None,
         vocabulary: torch.Tensor | None = None,
-        compiled: bool = False,
     ) -> None:
         super().__init__()
-        self.backbone = backbone
+        decoder = backbone.get_decoder()
+        norm = decoder.norm if hasattr(decoder, "norm") else decoder.final_layer_norm
+        if networks is not None:
+            backbone.requires_grad_(False).eval()
+        for name, part in (("backbone", backbone), ("_decoder", decoder), ("_norm", norm)):
+            (setattr if networks is None else object.__setattr__)(self, name, part)  # the second makes it no module of this one
         self.exits = tuple(exits)
         self.networks = None if networks is None else nn.ModuleList(networks)
-        self.vocabulary: torch.Tensor | None
         self.register_buffer("vocabulary", vocabulary, persistent=False)
-        self._decoder = backbone.get_decoder()
-        self._norm = self._decoder.norm if hasattr(self._decoder, "norm") else self._decoder.final_layer_norm
+        head = None if vocabulary is None else backbone.get_output_embeddings().weight[vocabulary].detach()
+        self.register_buffer("exit_head", head, persistent=False)
         self._hidden: dict[int, torch.Tensor] = {}
         self._dropped: frozenset[int] = frozenset()
-        for index, layer in enumerate(self._decoder.layers):
-            run = torch.compile(layer.forward, dynamic=True) if compiled else layer.forward
-            layer.forward = functools.partial(self._run_layer, index, run)
+        for index, layer in enumerate(decoder.layers):
+            layer.forward = functools.partial(self._run_layer, index, layer.forward)
 
     def _run_layer(self, index: int, run: Callable[..., torch.Tensor], hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         out = hidden if index in self._dropped else run(hidden, *args, **kwargs)
@@ -79,6 +93,7 @@ class ExitStudent(nn.Module):
         dropped: frozenset[int] = frozenset(),
         exit_weight: float = 1.0,
         text_weight: float = 1.0,
+        agreement: bool = True,
     ) -> tuple[torch.Tensor, Scores]:
         """Return the loss, summed over positions, and the scores.
 
@@ -86,42 +101,55 @@ class ExitStudent(nn.Module):
         at the end of a line, where causal attention does not see it.
         dropped: layers that are skipped in this pass, numbered from 0.
         text_weight: of the full depth's cross-entropy with the targets. exit_weight: of each exit's divergence.
+        agreement: count it. Without it and without the text, the full depth scores the exits' vocabulary alone.
         """
         self._dropped = dropped
         frozen = self.networks is not None
         with torch.set_grad_enabled(not frozen and torch.is_grad_enabled()):
             last = self._decoder(input_ids=ids, use_cache=False).last_hidden_state
         learned = targets != IGNORED
+        rows = [last[learned], targets[learned], *(self._hidden.pop(depth)[learned] for depth in self.exits)]
+        score = functools.partial(self._score, exit_weight, text_weight, agreement)
+        at_once = max(1, LOGITS_AT_ONCE[ids.device.type] // self.backbone.config.vocab_size)
+        if len(rows[0]) <= at_once:
+            loss, text, divergence, agreed = score(*rows)
+        else:  # the logits of a piece are let go, and computed once more for its gradients
+            pieces = zip(*(tensor.split(at_once) for tensor in rows), strict=True)
+            each = [checkpoint(score, *piece, use_reentrant=False) for piece in pieces]
+            loss, text, divergence, agreed = (torch.stack(parts).sum(dim=0) for parts in zip(*each, strict=True))
+        return loss, Scores(learned.sum(), text.detach(), divergence.detach(), agreed)
+
+    def _score(
+        self, exit_weight: float, text_weight: float, agreement: bool, last: torch.Tensor, wanted: torch.Tensor, *exits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return loss, text, divergence and agreement of rows: last (normed) and each exit's, [N, d], and the targets, int64[N]."""
         head = self.backbone.get_output_embeddings()
-        full = self._logits(head, last[learned], every=True)
-        wanted = targets[learned]
-        text = F.cross_entropy(full, wanted, reduction="sum")
-        loss = text * text_weight
-        teacher = full.detach()
-        choice = teacher.argmax(dim=-1)
-        if self.vocabulary is not None:
-            teacher = teacher[:, self.vocabulary]
+        loss = text = last.new_zeros((), dtype=torch.float32)
+        choice: torch.Tensor | None = None
+        if self.exit_head is not None and not agreement and not text_weight:
+            teacher = F.linear(last.detach(), self.exit_head).float()
+        else:
+            full = head(last).float()
+            if text_weight:
+                text = F.cross_entropy(full, wanted, reduction="sum")
+                loss = text * text_weight
+            teacher = full.detach()
+            choice = teacher.argmax(dim=-1)
+            if self.vocabulary is not None:
+                teacher = teacher[:, self.vocabulary]
         teacher = teacher.log_softmax(dim=-1)
         divergences, agreements = [], []
-        for place, depth in enumerate(self.exits):
-            hidden = self._hidden.pop(depth)
-            if self.networks is not None:
-                hidden = self.networks[place](hidden)
-            logits = self._logits(head, self._norm(hidden[learned]))
+        for place, hidden in enumerate(exits):
+            normed = self._norm(hidden if self.networks is None else self.networks[place](hidden.float()).to(last.dtype))
+            logits = (head(normed) if self.exit_head is None else F.linear(normed, self.exit_head)).float()
             divergence = F.kl_div(logits.log_softmax(dim=-1), teacher, reduction="sum", log_target=True)
             loss = loss + exit_weight * divergence
+            divergences.append(divergence)
             guess = logits.detach().argmax(dim=-1)
             if self.vocabulary is not None:
                 guess = self.vocabulary[guess]
-            divergences.append(divergence.detach())
-            agreements.append((guess == choice).sum())
-        count = learned.sum()
-        return loss, Scores(count, text.detach(), torch.stack(divergences), torch.stack(agreements).float())
-
-    def _logits(self, head: nn.Linear, rows: torch.Tensor, *, every: bool = False) -> torch.Tensor:
-        """fp32 logits of normed rows [N, d]: over the whole vocabulary [N, V] or the exits' [N, V']."""
-        weight = head.weight if every or self.vocabulary is None else head.weight[self.vocabulary]
-        return F.linear(rows, weight).float()
+            agreements.append(loss.new_zeros(()) if choice is None else (guess == choice).sum().float())
+        return loss, text, torch.stack(divergences), torch.stack(agreements)
 
 
 def layers_to_drop(layers: int, rate: float, exits: Sequence[int], generator: torch.Generator) -> frozenset[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hispec_ray.config import Group
-from hispec_ray.training.data import Batches, micro_batches
+from hispec_ray.training.data import NOTHING, Batches, micro_batches
 from hispec_ray.training.student import ExitStudent, Scores, layers_to_drop
 
 logger = logging.getLogger(__name__)
@@ -49,11 +48,15 @@ class TrainingSettings(Group):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Where a training stands. agreement, divergence: one for each exit, on held-out lines where `held_out`, else on the step's own."""
+    """Where a training stands, on held-out lines where `held_out`, else on the step's own.
+
+    text: cross-entropy of the full depth, in nats a token, None where it is no part of the loss. agreement, divergence: one for
+    each exit. tokens_per_second: 0 where it is not measured.
+    """
 
     step: int
     loss: float
-    text: float
+    text: float | None
     agreement: list[float]
     divergence: list[float]
     tokens_per_second: float
@@ -68,14 +71,15 @@ class Report:
             yield name, getattr(self, name)
 
 
-def train(student: ExitStudent, batches: Batches, settings: TrainingSettings, folder: Path, report: Callable[[Report], None]) -> None:
+def train(student: ExitStudent, batches: Batches, settings: TrainingSettings, folder: Path, report: Callable[[Report], None]) -> Report:
     """Train what of the student wants gradients, from the last checkpoint under `folder` on, and leave the result in the student.
 
-    Every process of the group calls this with the same arguments; without a group this process is one by itself. Only rank 0 reports.
-    Raises OSError, with nothing half-written left, where a checkpoint cannot be saved.
+    Returns the last report on held-out lines. Every process of the group calls this with the same arguments; without a group this
+    process is one by itself. Only rank 0 reports. Raises OSError, with nothing half-written left, where a checkpoint cannot be saved.
     """
-    with _process_group() as (rank, world):
-        _Loop(student, batches, settings, folder, report, rank, world).run()
+    device = next(student.parameters()).device.type
+    rank, world = join_group(device)
+    return _Loop(student, batches, settings, folder, report, rank, world).run()
 
 
 class _Loop:
@@ -91,6 +95,8 @@ class _Loop:
     ) -> None:
         import deepspeed  # noqa: PLC0415  seconds to import, and only training needs it
 
+        # its all-reduce for inference on CPUs: unused here, and compiled for minutes at the first start
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.settings = settings
         self.batches = batches
         self.report = report
@@ -105,6 +111,7 @@ class _Loop:
         self.layers = student.backbone.config.num_hidden_layers
         self.checkpoints = folder / "checkpoints"
         wanted = [p for p in student.parameters() if p.requires_grad]
+        self.some_frozen = len(wanted) < len(list(student.parameters()))
         decayed, plain = [p for p in wanted if p.ndim > 1], [p for p in wanted if p.ndim <= 1]
         groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.learning_rate, betas=(0.9, 0.95))
@@ -122,35 +129,45 @@ class _Loop:
             },
         )
 
-    def run(self) -> None:
+    def run(self) -> Report:
+        last: Report | None = None
         step = self._resume()
         seen, since = 0, time.monotonic()
         while step < self.settings.steps:
             self._set_learning_rate(step)
-            scores, loss = self._step(step)
+            telling = self._is_due(step + 1, self.settings.report_every)
+            scores, loss = self._step(step, telling)
             step += 1
             seen += int(scores.tokens)
-            if step % self.settings.report_every == 0 or step == self.settings.steps:
-                self._tell(step, loss, scores, seen / (time.monotonic() - since), held_out=False)
+            if telling:
+                self._tell(self._report(step, loss, scores, seen / (time.monotonic() - since)))
                 seen, since = 0, time.monotonic()
-            if step % self.settings.evaluate_every == 0 or step == self.settings.steps:
-                self._evaluate(step)
+            if self._is_due(step, self.settings.evaluate_every):
+                last = self._evaluate(step)
                 since = time.monotonic()
-            if step % self.settings.save_every == 0 or step == self.settings.steps:
+            if self._is_due(step, self.settings.save_every):
                 self._save(step)
                 since = time.monotonic()
+        last = last or self._evaluate(step)  # the training had ended before
+        self._gather()
+        return last
 
-    def _step(self, step: int) -> tuple[Scores, float]:
+    def _is_due(self, step: int, every: int) -> bool:
+        return step % every == 0 or step == self.settings.steps
+
+    def _step(self, step: int, agreement: bool) -> tuple[Scores, float]:
         settings = self.settings
         generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + step)
         dropped = layers_to_drop(self.layers, settings.layer_dropout, self.engine.module.exits, generator)
         parts = micro_batches(self.batches.batch(step), self.accumulation * self.world)
         tokens = sum(int((targets >= 0).sum()) for _, targets in parts)
         scale = self.world * self.accumulation / tokens  # DeepSpeed divides by both
+        if settings.zero_stage == 3:  # DeepSpeed would take a dropped layer's last gradient once more
+            self.optimizer.grad_partitions_flat_buffer.zero_()
         found: list[Scores] = []
         loss_sum = 0.0
         for ids, targets in parts[self.rank :: self.world]:
-            loss, scores = self._forward(ids, targets, dropped)
+            loss, scores = self._forward(ids, targets, dropped, agreement)
             self.engine.backward(loss * scale)
             self.engine.step()
             loss_sum += float(loss.detach())
@@ -158,9 +175,11 @@ class _Loop:
         total, loss_sum = self._total(found, loss_sum)
         return total, loss_sum / tokens
 
-    def _forward(self, ids: torch.Tensor, targets: torch.Tensor, dropped: frozenset[int]) -> tuple[torch.Tensor, Scores]:
+    def _forward(
+        self, ids: torch.Tensor, targets: torch.Tensor, dropped: frozenset[int] = frozenset(), agreement: bool = True
+    ) -> tuple[torch.Tensor, Scores]:
         device, settings = self.engine.device, self.settings
-        loss, scores = self.engine(ids.to(device), targets.to(device), dropped, settings.exit_weight, settings.text_weight)
+        loss, scores = self.engine(ids.to(device), targets.to(device), dropped, settings.exit_weight, settings.text_weight, agreement)
         return loss, scores
 
     def _total(self, scores: list[Scores], loss: float) -> tuple[Scores, float]:
@@ -173,26 +192,30 @@ class _Loop:
         return Scores(summed[0], summed[1], summed[2 : 2 + exits], summed[2 + exits : 2 + 2 * exits]), float(summed[-1])
 
     @torch.no_grad()
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int) -> Report:
         lines = list(self.batches.held_out())
-        each = self.settings.micro_lines * self.world
-        lines = lines[: max(each, len(lines) // each * each)]
-        lines += lines[: -len(lines) % each]
+        lines += [NOTHING] * (-len(lines) % (self.settings.micro_lines * self.world))
         self.engine.eval()
         found, loss_sum = [], 0.0
         for ids, targets in micro_batches(lines, len(lines) // self.settings.micro_lines)[self.rank :: self.world]:
-            loss, scores = self._forward(ids, targets, frozenset())
+            loss, scores = self._forward(ids, targets)
             found.append(scores)
             loss_sum += float(loss)
         self.engine.train()
         scores, loss_sum = self._total(found, loss_sum)
-        self._tell(step, loss_sum / float(scores.tokens), scores, 0.0, held_out=True)
+        report = self._report(step, loss_sum / float(scores.tokens), scores, held_out=True)
+        self._tell(report)
+        return report
 
-    def _tell(self, step: int, loss: float, scores: Scores, speed: float, *, held_out: bool) -> None:
+    def _report(self, step: int, loss: float, scores: Scores, speed: float = 0.0, *, held_out: bool = False) -> Report:
+        n = float(scores.tokens)
+        text = float(scores.text) / n if self.settings.text_weight else None
+        agreement, divergence = [float(a) / n for a in scores.agreement], [float(d) / n for d in scores.divergence]
+        return Report(step, loss, text, agreement, divergence, speed, held_out)
+
+    def _tell(self, report: Report) -> None:
         if self.rank == 0:
-            n = float(scores.tokens)
-            agreement, divergence = [float(a) / n for a in scores.agreement], [float(d) / n for d in scores.divergence]
-            self.report(Report(step, loss, float(scores.text) / n, agreement, divergence, speed, held_out))
+            self.report(report)
 
     def _set_learning_rate(self, step: int) -> None:
         settings = self.settings
@@ -202,42 +225,62 @@ class _Loop:
             group["lr"] = settings.learning_rate * min(rise, fall)
 
     def _resume(self) -> int:
+        for torn in self.checkpoints.glob("saving-*"):  # of a process that was killed while it saved
+            shutil.rmtree(torn, ignore_errors=True)
         done = [int(path.name.removeprefix("step-")) for path in self.checkpoints.glob("step-*")]
         if not done:
             return 0
         step = max(done)
-        self.engine.load_checkpoint(str(self.checkpoints), tag=f"step-{step}")
+        self.engine.load_checkpoint(str(self.checkpoints), tag=f"step-{step}", load_module_strict=not self.some_frozen)
         logger.info("resumed at step %d from %s", step, self.checkpoints)
         return step
 
     def _save(self, step: int) -> None:
-        """Save under a name that is no checkpoint's until all is written, then let the older ones go."""
+        """Save what is trained under a name that is no checkpoint's until all is written, then let the older ones go."""
         scratch, done = self.checkpoints / f"saving-{step}", self.checkpoints / f"step-{step}"
         try:
-            self.engine.save_checkpoint(str(self.checkpoints), tag=scratch.name, save_latest=False)
+            self.engine.save_checkpoint(
+                str(self.checkpoints), tag=scratch.name, save_latest=False, exclude_frozen_parameters=self.some_frozen
+            )
             if self.rank == 0:
                 scratch.rename(done)
                 for old in self.checkpoints.glob("step-*"):
                     if old != done:
                         shutil.rmtree(old)
-        except (OSError, RuntimeError) as error:
-            if self.rank == 0:
-                shutil.rmtree(scratch, ignore_errors=True)
-            raise OSError(f"the checkpoint of step {step} cannot be saved in {self.checkpoints}: {error}") from error
+        except (OSError, RuntimeError) as error:  # torch raises the second where a disk is full
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise OSError(f"the checkpoint of step {step} cannot be saved in {self.checkpoints}: {one_line(error)}") from error
         if self.world > 1:
             dist.barrier()
 
+    def _gather(self) -> None:
+        """Give every process whole parameters, which ZeRO 3 has in parts."""
+        if self.settings.zero_stage < 3:
+            return
+        import deepspeed  # noqa: PLC0415  see __init__
 
-@contextlib.contextmanager
-def _process_group() -> Iterator[tuple[int, int]]:
-    """Yield (rank, processes) of the process group, or of one made for this process alone, which needs no port."""
-    if dist.is_initialized():
-        yield dist.get_rank(), dist.get_world_size()
-        return
+        parameters = list(self.engine.module.parameters())
+        with deepspeed.zero.GatheredParameters(parameters):
+            whole = [parameter.detach().clone() for parameter in parameters]
+        for parameter, values in zip(parameters, whole, strict=True):
+            parameter.data = values
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def join_group(device: str) -> tuple[int, int]:
+    """Return (rank, processes) of this process's group. Where there is none it makes one of itself alone, which needs no port.
+
+    That group stays, as DeepSpeed keeps what it has derived from it.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", device)  # what DeepSpeed would else guess from the machine
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads its device's number here
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=store, rank=0, world_size=1)
-    try:
-        yield 0, 1
-    finally:
-        dist.destroy_process_group()
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    return dist.get_rank(), dist.get_world_size()

@@ -135,7 +135,17 @@ def predict(
 class Bench:
     """Engines for plans, one each, that decode the same prompts one after the other."""
 
-    def __init__(self, settings: Settings, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float, batch: int = 1) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        temperature: float,
+        *,
+        batch: int = 1,
+        like: LLM | None = None,
+    ) -> None:
+        self._like = like
         self._settings = settings.model_copy(update={"cache": settings.cache.model_copy(update={"prefix_caching": False})})
         self._prompts = prompts
         self._params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=number) for number in range(len(prompts))]
@@ -144,7 +154,10 @@ class Bench:
 
     def llm(self, speculation: SpeculationSettings) -> LLM:
         if speculation not in self._llms:
-            self._llms[speculation] = LLM(self._settings.model_copy(update={"speculation": speculation}))
+            heads = self._settings.speculation.exits.heads
+            exits = speculation.exits.model_copy(update={"heads": heads})
+            settings = self._settings.model_copy(update={"speculation": speculation.model_copy(update={"exits": exits})})
+            self._llms[speculation] = LLM(settings, like=next(iter(self._llms.values()), self._like))
         return self._llms[speculation]
 
     def run(self, speculation: SpeculationSettings) -> tuple[float, list[list[int]]]:

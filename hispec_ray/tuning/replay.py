@@ -16,11 +16,14 @@ from hispec_ray.tuning.recording import Recording
 
 _SIZE = 16
 _SPARE = 8  # blocks for branches
-_NOWHERE = -1  # what is said after a text that the model did not write: never what it would have written
 
 
 class _Stage:
-    """The decoder's place in a replay: a hidden row is the index of what is said after it, or none off the recorded text."""
+    """The decoder's place in a replay: a hidden row is the index of what is said after it.
+
+    After a text that the model did not write nothing is recorded, and the index is negative, one for each position. There an exit
+    says nobody's token, the same as the other exits as often as it agrees with the full depth elsewhere, and is as sure as elsewhere.
+    """
 
     block_size = _SIZE
 
@@ -30,6 +33,7 @@ class _Stage:
         self._good = recording.prompt  # positions of the recorded text that stand in the cache, from the first
         self._tokens: dict[int, int] = {}  # by slot
         self._depth = layers
+        self._agreement = {depth: sum(right) / len(right) for depth in recording.said if (right := recording.agreement(depth))}
 
     def empty_rows(self, count: int) -> torch.Tensor:
         return torch.empty(count, 1, dtype=torch.float64)
@@ -40,10 +44,10 @@ class _Stage:
             rows.tokens.tolist(), rows.positions.tolist(), rows.table.tolist(), rows.slots.tolist(), strict=False
         ):
             self._tokens[slot] = token
-            right = position <= self._good and token == self.recording.tokens[position]
+            right = position <= self._good and position < len(self.recording.tokens) and token == self.recording.tokens[position]
             if line == 0 and position <= self._good:
                 self._good = position + 1 if right else position
-            said.append(position - self.recording.prompt + 1 if right else _NOWHERE)
+            said.append(position - self.recording.prompt + 1 if right else -1 - position)
         return torch.tensor(said, dtype=torch.float64)[:, None]
 
     def run(self, first: int, last: int, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -96,13 +100,18 @@ class _Stage:
         vocabulary: torch.Tensor | None = None,
     ) -> Choices:
         said = self.recording.said[self._depth]
-        indices = [int(index) for index in logits[:, 0].tolist()]
-        known = [0 <= index < len(said.ids) for index in indices]
-        return Choices(
-            [said.ids[index] if fine else _NOWHERE for index, fine in zip(indices, known, strict=True)],
-            [said.seconds[index] if fine else _NOWHERE for index, fine in zip(indices, known, strict=True)],
-            [said.gaps[index] if fine else 1e9 for index, fine in zip(indices, known, strict=True)],
-        )
+        chosen = Choices([], [], [])
+        for index in map(int, logits[:, 0].tolist()):
+            if 0 <= index < len(said.ids):
+                chosen.ids.append(said.ids[index])
+                chosen.seconds.append(said.seconds[index])
+                chosen.gaps.append(said.gaps[index])
+            else:
+                alike = index * 2654435761 % 1000 < 1000 * self._agreement[self._depth]
+                chosen.ids.append(-1 if alike else -2 - self._depth)
+                chosen.seconds.append(-1000)
+                chosen.gaps.append(said.gaps[index % len(said.gaps)])
+        return chosen
 
 
 def replay(speculation: SpeculationSettings, recordings: Sequence[Recording], costs: Costs, layers: int) -> tuple[float, list[LevelCounts]]:
@@ -117,20 +126,19 @@ def replay(speculation: SpeculationSettings, recordings: Sequence[Recording], co
         round_ = round_for(fixed, stage, layers, stage.choose, drafter)
         totals = totals or [LevelCounts() for _ in round_.sources]
         known = recording.prompt + 1
-        blocks = tuple(range(-(-len(recording.tokens) // _SIZE)))
+        blocks = tuple(range((len(recording.tokens) + window) // _SIZE + 1))
         told, ended = False, (number,) if number else ()
         while known < len(recording.tokens):
-            room = min(window, len(recording.tokens) - known - 1)
-            needed = (known - 1 + room) // _SIZE + 1
+            needed = (known - 1 + window) // _SIZE + 1
             plan = SequencePlan(
-                number + 1, (recording.tokens[known - 1],), known - 1, (*blocks[:needed], *range(10**6, 10**6 + _SPARE)), True, room,
+                number + 1, (recording.tokens[known - 1],), known - 1, (*blocks[:needed], *range(10**6, 10**6 + _SPARE)), True, window,
                 recording.temperature, recording.seed, None if told else recording.tokens[: known - 1],
             )  # fmt: skip
             result = round_.run(StepPlan((plan,), ended))
             told, ended = True, ()
             for total, counts in zip(totals, result.levels, strict=True):
                 total.add(counts)
-            known += len(result.sequences[0].tokens)
+            known += len(result.sequences[0].tokens)  # past the end in the last round: the engine does not see it coming either
             stage.seconds += costs.a_round
         tokens += len(recording.tokens) - recording.prompt - 1
         seconds += stage.seconds

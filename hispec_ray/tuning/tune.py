@@ -55,17 +55,20 @@ def tune(
     checks: int = 4,
     runs: int = 3,
     drafters: Sequence[str] = ("exit", "lookup", "mixed"),
+    like: LLM | None = None,
     tell: Tell = lambda what, done, total: None,
 ) -> Tuning:
     """Measure, predict and check; see the module.
 
     prompts: token ids; a few thousand tokens of answers are plenty. checks: plans that are run, besides plain decoding.
+    like: as `LLM` takes it.
     Raises ValueError where the model's answers to the prompts are too short to measure anything.
     """
     heads = settings.speculation.exits.heads
-    plain = settings.model_copy(update={"speculation": SpeculationSettings(method="plain")})
+    bare = SpeculationSettings.model_validate({"method": "plain", "exits": {"heads": heads}})
+    plain = settings.model_copy(update={"speculation": bare, "cache": settings.cache.model_copy(update={"prefix_caching": False})})
     tell("loading the model", 0, 1)
-    llm = LLM(plain)
+    llm = LLM(plain, like=like)
     layers = llm.engine.source.architecture.layers
     tell("writing texts", 0, 1)
     recordings = write_texts(llm, prompts, max_tokens, temperature)
@@ -73,8 +76,6 @@ def tune(
     if written < 2 * len(prompts) or not recordings:
         raise ValueError(f"the model wrote {written} tokens in answer to {len(prompts)} prompts: too few to measure; give other prompts")
     depths = _depths(layers, heads)
-    if heads:
-        llm = LLM(settings.model_copy(update={"speculation": _reading(heads, depths)}))
     tell("listening at every depth", 0, 1)
     shard = llm.engine.executor.shard
     listen(llm, recordings, depths if heads else range(1, layers), shard.choose)
@@ -83,7 +84,7 @@ def tune(
         depths = _promising(agreement, layers)
     tell("timing passes", 0, 1)
     costs = measure(llm, depths, shard.choose, context=statistics.median_low([len(recording.tokens) for recording in recordings]))
-    bench = Bench(plain, [recording.tokens[: recording.prompt] for recording in recordings], max_tokens, temperature)
+    bench = Bench(plain, [recording.tokens[: recording.prompt] for recording in recordings], max_tokens, temperature, like=llm)
     starts = list(families(depths, heads=heads, methods=("single", "hispec"), drafters=drafters))
     tell("timing rounds", 0, 1)
     calibrate(bench, recordings, costs, layers, starts[0])
@@ -104,12 +105,6 @@ def _depths(layers: int, heads: str | None) -> list[int]:
     if heads:
         return [depth for depth in read_card(Path(heads).expanduser()).exits if depth < layers]
     return list(range(1, layers))
-
-
-def _reading(heads: str, depths: Sequence[int]) -> SpeculationSettings:
-    """Settings under which a decoder has every one of the trained exits."""
-    exits = {"draft": depths[0], "check": depths[-1], "heads": heads}
-    return SpeculationSettings.model_validate({"method": "hispec", "exits": exits, "pace": "fixed"})
 
 
 def _share(recordings: Iterable[Recording], depth: int) -> float:

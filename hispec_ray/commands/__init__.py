@@ -1,0 +1,1 @@
+"""The commands of the command line that have many options, a module for each room that they open."""

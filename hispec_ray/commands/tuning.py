@@ -1,0 +1,96 @@
+"""`hispec tune`: which drafter, exits and windows are fastest for a model on this machine."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from pydantic import ValidationError
+
+from hispec_ray.commands.errors import InputError, in_one_line, in_words
+from hispec_ray.config import DEFAULT_MODEL, Settings
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from hispec_ray.tuning.tune import Tuning
+
+_model = partial(typer.Option, rich_help_panel="Model and prompts")
+_course = partial(typer.Option, rich_help_panel="Course")
+_machine = partial(typer.Option, rich_help_panel="Machine")
+
+
+def tune(
+    *,
+    prompts: Annotated[
+        list[Path], _model(help="A .txt file, a prompt a line, or .jsonl with 'prompt' or 'messages'; may be given several times.")
+    ],
+    model: Annotated[str, _model(help="A folder, a .gguf file or a Hugging Face id.")] = DEFAULT_MODEL,
+    heads: Annotated[str | None, _model(help="A file of trained exits.", show_default="none")] = None,
+    chat: Annotated[bool | None, _model("--chat/--raw", help="Use the model's chat template.", show_default="where it has one")] = None,
+    count: Annotated[int, _course(min=1, help="Prompts to take, spread over what is given.")] = 16,
+    max_tokens: Annotated[int, _course(min=8, help="Most tokens of an answer.")] = 128,
+    temperature: Annotated[float, _course(min=0, max=2, help="Of the answers.")] = 0.0,
+    checks: Annotated[int, _course(min=1, help="Plans to run, besides plain decoding.")] = 4,
+    runs: Annotated[int, _course(min=1, help="Times that each of them is run, in turn.")] = 3,
+    out: Annotated[Path, _course(help="Folder for tune.yaml and tune.png.")] = Path("tuned"),
+    dtype: Annotated[str | None, _machine(help="bfloat16 or float32.", show_default="bfloat16")] = None,
+    device: Annotated[str | None, _machine(help="cpu or cuda.", show_default="cpu")] = None,
+    threads: Annotated[int | None, _machine(help="CPU threads.", show_default="every core")] = None,
+) -> None:
+    """Measure exits and passes, predict every plan, run the best few, and write the settings block of the fastest."""
+    given = {"path": model, "dtype": dtype, "device": device, "threads": threads}
+    with in_one_line("stopped; nothing was written"):
+        try:
+            settings = Settings.model_validate(
+                {
+                    "model": {name: value for name, value in given.items() if value is not None},
+                    "speculation": {"method": "plain", "exits": {"heads": heads}},
+                }
+            )
+        except ValidationError as error:
+            raise InputError(in_words(error)) from None
+        from rich.console import Console  # noqa: PLC0415  torch takes seconds, and rich some of one
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
+        from hispec_ray.distill import read_prompts  # noqa: PLC0415
+        from hispec_ray.llm import LLM  # noqa: PLC0415
+        from hispec_ray.tuning.tune import draw, tune  # noqa: PLC0415
+
+        console = Console(stderr=True)
+        llm = LLM(settings)
+        every = read_prompts(prompts, llm, chat, max_tokens)
+        random.Random(0).shuffle(every)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("tuning", total=None)
+            found = tune(
+                settings, every[:count], max_tokens=max_tokens, temperature=temperature, checks=checks, runs=runs, like=llm,
+                tell=lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
+            )  # fmt: skip
+        out.mkdir(parents=True, exist_ok=True)
+        block = found.settings_block()
+        (out / "tune.yaml").write_text(block)
+        Console().print(_table(found))
+        print(block, end="")
+        try:
+            draw(found, out / "tune.png")
+        except ImportError:
+            console.print("no figure: matplotlib is not installed")
+        console.print(f"written to {out}: the block belongs under `args:` in a deployment file", highlight=False)
+
+
+def _table(found: Tuning) -> Table:
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table(title="Plans that were run, tokens a second at batch 1", title_justify="left")
+    for heading in ("plan", "expected", "measured", "against plain"):
+        table.add_column(heading, justify="left" if heading == "plan" else "right")
+    plain = next(plan.measured or 0.0 for plan in found.checked if plan.speculation.method == "plain")
+    for plan in found.checked:
+        measured = plan.measured or 0.0
+        table.add_row(plan.name(), f"{plan.predicted:.1f}", f"{measured:.1f}", f"{measured / plain:.2f}")
+    return table

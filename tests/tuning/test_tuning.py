@@ -1,0 +1,167 @@
+"""Promises of the planner: replays count as the engine counts, and the pick is the best of what was looked at."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from hispec_ray import LLM, SamplingParams
+from hispec_ray.abacus.problems import stream
+from hispec_ray.config import Settings, SpeculationSettings
+from hispec_ray.speculation.pace import Cost
+from hispec_ray.tuning.costs import Costs, measure
+from hispec_ray.tuning.planner import GRID, PLAIN, climb, describe, families, predict
+from hispec_ray.tuning.recording import Recording, listen, write_texts
+from hispec_ray.tuning.replay import replay
+from hispec_ray.tuning.tune import Tuning, tune
+
+LAYERS = 16
+DEPTHS = (2, 4, 6)
+
+
+def settings_for(speculation: SpeculationSettings) -> Settings:
+    model = {"path": "abacus", "threads": 1}
+    return Settings.model_validate(
+        {"model": model, "cache": {"blocks": 64, "prefix_caching": False}, "speculation": speculation.model_dump()}
+    )
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[tuple[int, ...]]:
+    llm = LLM(settings_for(PLAIN))
+    return [llm.encode(problem.prompt) for problem in itertools.islice(stream(3, "held_out"), 3)]
+
+
+@pytest.fixture(scope="module")
+def recordings(prompts: list[tuple[int, ...]]) -> dict[float, list[Recording]]:
+    llm = LLM(settings_for(PLAIN))
+    found = {}
+    for temperature in (0.0, 0.8):
+        found[temperature] = write_texts(llm, prompts, 60, temperature)
+        listen(llm, found[temperature], DEPTHS, llm.engine.executor.shard.choose)
+    return found
+
+
+def flat(each: float) -> Costs:
+    """Costs that do not depend on rows: `each` second a layer, heads for nothing."""
+    costs = Costs()
+    costs.layer.add(1, each)
+    costs.layer.add(512, each)
+    for depth in (*DEPTHS, LAYERS):
+        costs.heads[depth] = Cost()
+        costs.guesses[depth] = Cost()
+        costs.guesses[depth].add(1, each * depth)
+    return costs
+
+
+def test_a_recording_knows_what_the_full_depth_wrote(recordings: dict[float, list[Recording]]) -> None:
+    for found in recordings.values():
+        for recording in found:
+            answer = recording.tokens[recording.prompt :]
+            assert recording.said[LAYERS].ids == list(answer)
+            assert all(recording.agreement(LAYERS))
+            assert len(recording.said[2].gaps) == len(answer)
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "plain": {"method": "plain"},
+    "single": {"method": "single", "draft_tokens": 4},
+    "hispec": {"method": "hispec", "draft_tokens": 3, "window": 6},
+    "stops": {"method": "hispec", "draft_tokens": 4, "window": 8, "stop_below": 1.0},
+    "lookup": {"method": "single", "drafter": "lookup", "draft_tokens": 5, "lookup_confidence": 0.2},
+    "mixed": {"method": "hispec", "drafter": "mixed", "draft_tokens": 4, "window": 6, "lookup_confidence": 0.5},
+    "branches": {"method": "hispec", "draft_tokens": 3, "window": 6, "branches": 2, "branch_below": 1.0},
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_replay_counts_as_the_engine_counts(
+    plan: str, temperature: float, recordings: dict[float, list[Recording]], prompts: list[tuple[int, ...]]
+) -> None:
+    """The same full passes, and of the passes below nearly the same: off the recorded text a replay cannot know what is said."""
+    speculation = SpeculationSettings.model_validate({**PLANS[plan], "exits": {"draft": 2, "check": 4}, "pace": "fixed"})
+    _, counts = replay(speculation, recordings[temperature], flat(1.0), LAYERS)
+    llm = LLM(settings_for(speculation))
+    for recording in recordings[temperature]:
+        prompt, answer = recording.tokens[: recording.prompt], recording.tokens[recording.prompt :]
+        params = SamplingParams(max_tokens=60, temperature=temperature, seed=recording.seed)
+        assert tuple(llm.generate([prompt], params)[0].choices[0].token_ids) == answer
+    reads = len(recordings[temperature])  # of the prompts, which a replay leaves out
+    real = llm.engine.counts
+    assert counts[-1].passes == pytest.approx(real[-1].passes - reads, abs=2)
+    for mine, theirs in zip(counts[:-1], real[:-1], strict=True):
+        assert mine.passes == pytest.approx(theirs.passes, rel=0.1, abs=2)
+        assert mine.own == pytest.approx(theirs.own, rel=0.15, abs=4)
+
+
+def test_expected_speed_is_tokens_over_costs(recordings: dict[float, list[Recording]]) -> None:
+    costs = flat(0.001)
+    speed, counts = replay(PLAIN, recordings[0.0], costs, LAYERS)
+    assert speed == pytest.approx(1 / (LAYERS * 0.001))
+    assert counts[-1].passes == sum(len(recording.tokens) - recording.prompt - 1 for recording in recordings[0.0])
+    costs.a_round, costs.a_pass = 0.002, 0.003
+    assert replay(PLAIN, recordings[0.0], costs, LAYERS)[0] == pytest.approx(1 / (LAYERS * 0.001 + 0.005))
+
+
+def test_families_have_every_shape_once() -> None:
+    shapes = list(families(DEPTHS, heads=None, methods=("plain", "single", "hispec"), drafters=("exit", "lookup", "mixed")))
+    assert len(shapes) == len({describe(shape) for shape in shapes}) == 3 + 3 + 3 + 1 + 3 + 3
+
+
+def test_climbing_finds_the_top_of_a_hill() -> None:
+    start = next(families(DEPTHS, heads=None, methods=("hispec",), drafters=("mixed",)))
+
+    def score(s: SpeculationSettings) -> float:
+        return -abs(s.draft_tokens - 8) - abs(s.window - 12) - abs(s.lookup_confidence - 0.2) - s.stop_below - s.branches
+
+    top, best = climb(start, score)
+    assert (best.draft_tokens, best.window, best.lookup_confidence, best.stop_below, best.branches) == (8, 12, 0.2, 0.0, 0)
+    assert top == 0
+    assert best.draft_tokens in GRID["draft_tokens"]
+
+
+def test_predictions_are_sorted_and_plain_is_among_them(recordings: dict[float, list[Recording]]) -> None:
+    starts = list(families((2, 4), heads=None, methods=("single", "hispec"), drafters=("exit",)))
+    plans = predict(recordings[0.0], flat(1.0), LAYERS, starts, lambda done: None)
+    assert [plan.predicted for plan in plans] == sorted((plan.predicted for plan in plans), reverse=True)
+    assert len(plans) == len(starts) + 1
+    assert PLAIN in [plan.speculation for plan in plans]
+    assert plans[0].predicted > plans[-1].predicted, "rows for nothing: guessing pays"
+
+
+def test_costs_are_of_this_machine() -> None:
+    llm = LLM(settings_for(PLAIN))
+    costs = measure(llm, (2,), llm.engine.executor.shard.choose, context=50, rows=(1, 8), repeats=2)
+    assert 0 < costs.layer.of(1) < costs.layer.of(8) * 2
+    assert costs.heads[2].of(1) > 0
+    assert costs.guesses[2].of(1) > 0
+
+
+@pytest.fixture(scope="module")
+def tuned(prompts: list[tuple[int, ...]]) -> Tuning:
+    settings = settings_for(PLAIN)
+    return tune(settings, prompts[:2], max_tokens=40, checks=2, runs=1, drafters=("exit", "lookup"))
+
+
+def test_the_choice_is_the_fastest_that_was_run(tuned: Tuning) -> None:
+    assert [plan.measured for plan in tuned.checked] == sorted((plan.measured for plan in tuned.checked), key=lambda speed: -(speed or 0))
+    plain = next(plan.measured for plan in tuned.checked if plan.speculation == PLAIN)
+    fastest = tuned.checked[0]
+    assert tuned.chosen == (fastest.speculation if (fastest.measured or 0) >= 1.02 * (plain or 0) else PLAIN)
+
+
+def test_the_settings_block_is_one_that_a_deployment_takes(tuned: Tuning) -> None:
+    import yaml  # noqa: PLC0415
+
+    block = yaml.safe_load(tuned.settings_block())
+    speculation = Settings.model_validate(block).speculation
+    assert speculation.model_copy(update={"pace": "auto"}) == tuned.chosen.model_copy(update={"pace": "auto"})
+
+
+def test_a_model_that_says_nothing_is_refused_in_one_line(tiny_folder: Any) -> None:
+    settings = Settings.model_validate({"model": {"path": str(tiny_folder), "threads": 1, "dtype": "float32"}, "cache": {"blocks": 64}})
+    with pytest.raises(ValueError, match="too few to measure"):
+        tune(settings, [[1, 2, 3]], max_tokens=1)
