@@ -47,14 +47,19 @@ class Drafter(Protocol):
 
 
 class _Text:
-    """A sequence's tokens, what followed each n-gram in them last, and the sources' shares of right guesses in it."""
+    """A sequence's tokens, what followed each n-gram in them last, and the sources' shares of right guesses in it.
 
-    __slots__ = ("follows", "shares", "tokens")
+    What is written is taken up when the next guess is asked for: a sequence that decodes plainly costs nothing, and teaches nothing.
+    """
+
+    __slots__ = ("asked", "follows", "new", "shares", "tokens")
 
     def __init__(self, shares: list[float]) -> None:
         self.tokens: list[int] = []
+        self.new: list[tuple[int, int]] = []  # written, with second choices, and not yet taken up
         self.follows: dict[tuple[int, ...], int] = {}
         self.shares = list(shares)
+        self.asked = False
 
 
 class LookupDrafter:
@@ -70,17 +75,23 @@ class LookupDrafter:
 
     def begin(self, plan: StepPlan) -> None:
         for id in plan.ended:
-            self._texts.pop(id, None)
+            text = self._texts.pop(id, None)
+            if text is not None and text.asked:
+                self._take_up(text)
         for sequence in plan.sequences:
             text = self._texts.get(sequence.id)
             if text is None or sequence.history is not None:
                 text = self._texts[sequence.id] = _Text(self._shares)
                 self._read(text, sequence.history or ())
-            self._read(text, sequence.tokens[len(text.tokens) - sequence.start :])  # the last one committed is known already
+            known = len(text.tokens) + len(text.new)
+            self._read(text, sequence.tokens[known - sequence.start :])  # the last one committed is known already
 
     def committed(self, id: int, tokens: Sequence[int], seconds: Sequence[int]) -> None:
-        text = self._texts[id]
-        for token, second in zip(tokens, seconds, strict=True):
+        self._texts[id].new += zip(tokens, seconds, strict=True)
+
+    def _take_up(self, text: _Text) -> None:
+        """Hold the sources against what was written, and remember it."""
+        for token, second in text.new:
             if text.tokens:
                 for source, guess in self._guesses(text, text.tokens[-LENGTHS[0] :]):
                     text.shares[source] += (1 - _FAST) * ((guess == token) - text.shares[source])
@@ -92,11 +103,14 @@ class LookupDrafter:
                     self._follows.pop(gram, None)  # so that it counts as new
                     self._follows[gram] = token
             self._read(text, (token,))
+        text.new.clear()
         while len(self._follows) > self.entries:
             del self._follows[next(iter(self._follows))]
 
     def propose(self, id: int, tentative: Sequence[int], most: int) -> list[Guess]:
         text = self._texts[id]
+        self._take_up(text)
+        text.asked = True
         recent = [*text.tokens[-LENGTHS[0] :], *tentative][-LENGTHS[0] :]
         guesses: list[Guess] = []
         confidence = 1.0

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hispec_ray.core.plan import StepPlan
 
@@ -30,6 +31,7 @@ _MARGIN = 1.02
 """How many times faster than plain decoding a round must look before it is tried without need."""
 _BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _FORGET = 128  # rounds after which choices are made anew, because costs drift
+_MOST_CHOICES = 4096
 
 
 class Cost:
@@ -67,14 +69,28 @@ class Cost:
         return self._seconds[at - 1] + (self._seconds[at] - self._seconds[at - 1]) * (rows - low) / (high - low)
 
 
+class Look(NamedTuple):
+    """What a sequence's levels looked at in a round: per level, guesses up to the first that was not kept, and those that were kept."""
+
+    id: int
+    seen: Sequence[int]
+    kept: Sequence[int]
+
+
 @dataclass(slots=True)
 class _Habit:
-    """What a sequence is like: per level, its share of kept guesses; when it was last tried; how often a try has failed in a row."""
+    """What a sequence is like: per level, its share of kept guesses; when it was last tried; how often a try has failed in a row.
+
+    gain, windows: the best choice for these shares, made for the `made` (batch size, age of the costs).
+    """
 
     shares: list[float]
     rounds: int = 0
     tried: int = 0
     failed: int = 0
+    made: tuple[int, int] | None = None
+    gain: float = 0.0
+    windows: tuple[int, ...] = ()
 
 
 class Pace:
@@ -107,8 +123,6 @@ class Pace:
         if self._ended is not None and decoding:
             self._outside.add(1, min(now - self._ended, 3 * self._outside.of(1) or 0.001))
         self._rounds += 1
-        if self._rounds % _FORGET == 0:
-            self._choices.clear()
         batch = len(decoding)
         return [self._windows_for(s.id, batch) if s.room else self._none for s in plan.sequences]
 
@@ -117,12 +131,15 @@ class Pace:
         if habit is None:
             habit = self._habits[id] = _Habit(list(self._usual))
         habit.rounds += 1
-        gain, windows = self._best(batch, habit.shares)
-        if not gain:
+        made = batch, self._rounds // _FORGET
+        if habit.made != made:
+            habit.gain, habit.windows = self._best(batch, habit.shares)
+            habit.made = made if habit.gain else None  # not before plain decoding was measured
+        if not habit.gain:
             return self._none
-        if gain >= _MARGIN and self._balance >= 0:
+        if habit.gain >= _MARGIN and self._balance >= 0:
             habit.tried, habit.failed = habit.rounds, 0
-            return windows
+            return habit.windows
         # plain decoding is thought best: try again now and then, the less often the more tries have failed
         if self._balance > 0 and habit.rounds - habit.tried >= 8 << min(habit.failed, 6):
             habit.tried = habit.rounds
@@ -136,11 +153,13 @@ class Pace:
 
     def _best(self, batch: int, shares: Sequence[float]) -> tuple[float, tuple[int, ...]]:
         """The windows with the most expected tokens a second, and how many times plain decoding's that is, were all the batch alike."""
-        key = (batch, *(round(share * 20) for share in shares))
+        key = (batch, self._rounds // _FORGET, *(round(share * 20) for share in shares))
         if key not in self._choices:
             plain = self.plain_seconds(batch)
             if not plain:  # to be measured first
                 return 0.0, self._none
+            if len(self._choices) > _MOST_CHOICES:
+                self._choices.clear()
             self._choices[key] = max(
                 (plain * _series(shares[-1], windows[-1]) / self.seconds(batch, shares, windows), windows) for windows in self._options()
             )
@@ -172,30 +191,24 @@ class Pace:
             total += turns * (windows[1] * self.guess.of(batch) + self.segments[0].of(batch))
         return total
 
-    def end(
-        self, plan: StepPlan, tokens: Sequence[int], seen: Sequence[Sequence[int]], kept: Sequence[Sequence[int]], start: float, now: float
-    ) -> None:
-        """Learn from a round that ran from `start` to `now` (seconds).
-
-        tokens: how many each sequence was given. seen, kept: for each sequence and level, guesses that it looked at and that it kept;
-        those behind the first that it did not keep are not seen.
-        """
+    def end(self, plan: StepPlan, tokens: int, looks: Sequence[Look], start: float, now: float) -> None:
+        """Learn from a round that ran from `start` to `now` (seconds): tokens that it gave in all, and what was looked at."""
         self._ended = now
-        decoding = [i for i, s in enumerate(plan.sequences) if s.room]
-        if len(decoding) < len(plan.sequences) or not decoding:
+        batch = sum(1 for s in plan.sequences if s.room)
+        if batch < len(plan.sequences) or not batch:
             return  # a prompt was read beside: its time says nothing about decoding
-        for i in decoding:
-            habit = self._habits[plan.sequences[i].id]
-            for level, (looked, right) in enumerate(zip(seen[i], kept[i], strict=True)):
-                if looked:
-                    weight = 1 - (1 - _STEP) ** looked
+        for look in looks:
+            habit = self._habits[look.id]
+            for level, (seen, kept) in enumerate(zip(look.seen, look.kept, strict=True)):
+                if seen:
+                    weight = 1 - (1 - _STEP) ** seen
                     for shares, part in ((habit.shares, weight), (self._usual, weight / 4)):
-                        shares[level] += part * (right / looked - shares[level])
-        plain = self.plain_seconds(len(decoding))
+                        shares[level] += part * (kept / seen - shares[level])
+                    habit.made = None
+        plain = self.plain_seconds(batch)
         if plain:
-            each = plain / len(decoding)
             spent = now - start + self._outside.of(1)
-            self._balance += sum(tokens[i] for i in decoding) * each * (1 + ALLOWANCE) - spent
+            self._balance += tokens * plain / batch * (1 + ALLOWANCE) - spent
             self._balance = max(-_CREDIT * plain, min(_CREDIT * plain, self._balance))
 
 

@@ -44,10 +44,12 @@ def test_what_follows_last_counts() -> None:
 def test_other_texts_are_remembered_and_its_own_prompt_goes_before() -> None:
     drafter = LookupDrafter(0.05)
     read(drafter, 1, [1])
+    said(drafter, 1)
     write(drafter, 1, [2, 3, 4, 5])
+    drafter.begin(plan_of(4, [1], 0, (), ended=[1]))
     read(drafter, 2, [2, 3])
     assert said(drafter, 2, most=2) == [4, 5]
-    drafter.begin(plan_of(3, [7, 2, 3, 8, 9, 2, 3], 0, (), ended=[1, 2]))
+    drafter.begin(plan_of(3, [7, 2, 3, 8, 9, 2, 3], 0, (), ended=[2, 4]))
     assert said(drafter, 3, most=1) in ([8], [4])
     assert 1 not in drafter._texts
 
@@ -94,5 +96,7 @@ def test_memory_is_bounded() -> None:
     drafter = LookupDrafter(0.5, entries=100)
     read(drafter, 1, [0])
     write(drafter, 1, list(range(1, 2000)))
+    assert not drafter._follows, "nobody has asked yet"
+    said(drafter, 1)
     assert len(drafter._follows) == 100
     assert tuple(range(2000 - 1 - LENGTHS[-1], 2000 - 1)) in drafter._follows, "the oldest go first"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from hispec_ray.core.plan import SequencePlan, StepPlan
-from hispec_ray.speculation.pace import ALLOWANCE, Cost, Pace
+from hispec_ray.speculation.pace import ALLOWANCE, Cost, Look, Pace
 
 Shares = Callable[[int], Sequence[float]]
 """tokens so far -> for each level, the true probability that it keeps a guess."""
@@ -77,7 +77,8 @@ class Machine:
 
         for i in range(len(plans)):
             tokens.append(advance(i, top, 100))
-        pace.end(plan, tokens, seen, kept, start, self.clock)
+        looks = [Look(part.id, seen[i], kept[i]) for i, part in enumerate(plans) if windows[i][-1]]
+        pace.end(plan, sum(tokens), looks, start, self.clock)
         self.clock += 0.04  # outside
         return tokens
 
@@ -141,7 +142,7 @@ def test_sequences_that_read_their_prompt_have_no_windows_and_teach_nothing() ->
     pace = Pace((0, 2, 4), drafts=True)
     plan = StepPlan((SequencePlan(1, (0, 1, 2), 0, (0,), True, 0, 0.0, 0),))
     assert pace.begin(plan, 0.0) == [(0, 0, 0)]
-    pace.end(plan, [1], [[0, 0, 0]], [[0, 0, 0]], 0.0, 1.0)
+    pace.end(plan, 1, [], 0.0, 1.0)
     assert pace.plain_seconds(1) == 0.0
 
 

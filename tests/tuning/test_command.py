@@ -1,0 +1,41 @@
+"""Promises of `hispec tune`: a table, a block that a deployment takes, a figure; and one line for what cannot be used."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hispec_ray.abacus.problems import stream
+from hispec_ray.config import Settings
+
+
+def test_tune_writes_a_block_and_a_figure(hispec: Any, tmp_path: Path) -> None:
+    prompts = tmp_path / "problems.txt"
+    prompts.write_text("".join(f"{problem.question}\n" for problem in itertools.islice(stream(4, "held_out"), 4)))
+    out = tmp_path / "tuned"
+    options = ["--count", "2", "--max-tokens", "24", "--checks", "1", "--runs", "1", "--threads", "1"]
+    status, printed, _ = hispec("tune", "--model", "abacus", "--prompts", prompts, "--out", out, *options)
+    assert status == 0
+    assert "plain" in printed
+    block = yaml.safe_load((out / "tune.yaml").read_text())
+    assert Settings.model_validate(block).speculation.method in ("plain", "single", "hispec")
+    assert (out / "tune.yaml").read_text() in printed
+    assert (out / "tune.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_used_is_one_line(hispec: Any, tmp_path: Path) -> None:
+    prompts = tmp_path / "problems.txt"
+    prompts.write_text("What is 1 + 1?\n")
+    for options, words in (
+        (("--prompts", tmp_path / "none.txt"), "none.txt"),
+        (("--prompts", prompts, "--heads", tmp_path / "none.safetensors"), "speculation.exits.heads is"),
+        (("--prompts", prompts, "--dtype", "float8"), "model.dtype is 'float8'"),
+        (("--prompts", prompts, "--max-tokens", "100000"), "leaves room for 100000 tokens"),
+    ):
+        status, _, errors = hispec("tune", "--model", "abacus", *options)
+        assert status == 2
+        assert words in errors
+        assert len(errors.strip().splitlines()) == 1
