@@ -31,7 +31,7 @@ import torch
 from hispec_ray.core.plan import Drafts, DraftStarts, IntArray, LevelCounts, Rows, SequencePlan, SequenceResult, StepPlan, StepResult
 from hispec_ray.speculation.choice import Choose
 from hispec_ray.speculation.drafters import Drafter
-from hispec_ray.speculation.pace import Pace
+from hispec_ray.speculation.pace import Look, Pace
 
 
 class Model(Protocol):
@@ -186,8 +186,8 @@ class Round:
             for s in states:
                 self._drafter.committed(s.plan.id, s.tokens[s.first :], s.seconds)
         if self._pace:
-            given = [len(result.tokens) for result in results]
-            self._pace.end(plan, given, [s.seen for s in states], [s.kept for s in states], started, time.perf_counter())
+            looks = [Look(s.plan.id, s.seen, s.kept) for s in states if s.windows[-1] and s.plan.room]
+            self._pace.end(plan, sum(len(result.tokens) for result in results), looks, started, time.perf_counter())
         return StepResult(results, self._counts)
 
     def _start(self, plan: StepPlan) -> list[_Sequence]:
@@ -212,15 +212,18 @@ class Round:
         return states
 
     def _advance(self, level: int, states: list[_Sequence]) -> None:
-        if level > self._bottom:
-            while open_states := [s for s in states if not s.ready and self._space(level, s) > 0]:
+        guessing = [s for s in states if s.windows[level] and s.plan.room]
+        if not guessing:
+            pass
+        elif level > self._bottom:
+            while open_states := [s for s in guessing if not s.ready and self._space(level, s) > 0]:
                 self._advance(level - 1, open_states)
-            for s in states:
+            for s in guessing:
                 s.ready = False
         elif level:
-            self._guess(level, states)
+            self._guess(level, guessing)
         elif self._drafter:
-            self._look_up(level, states)
+            self._look_up(level, guessing)
         self._verify(level, states)
 
     def _space(self, level: int, s: _Sequence) -> int:
