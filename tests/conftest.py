@@ -25,10 +25,12 @@ from hispec_ray.cli import main
 from hispec_ray.config import DEFAULT_MODEL
 from hispec_ray.core.plan import StepPlan, StepResult
 from hispec_ray.model.decoder import Decoder
+from hispec_ray.model.heads import Card, ExitWeights, Heads, head_tensors
 from hispec_ray.model.native_decoder import NativeDecoder
-from hispec_ray.model.weights import ModelSource, convert_gguf, open_model
+from hispec_ray.model.weights import ModelSource, convert_gguf, layer_layout, open_model
 from hispec_ray.shard.shard import drafter_for, levels_for, round_for
 from hispec_ray.speculation.choice import choose_native
+from hispec_ray.training.output import write_heads
 
 torch.set_num_threads(1)
 
@@ -45,6 +47,22 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     convert_gguf(make_gguf(root / "tiny.gguf", checkpoint), folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def block_heads(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of exits at every depth below the tiny model's, with a layer each to themselves: the model's next one, changed a little."""
+    source = open_model(str(tiny_folder))
+    weights, generator = source.weights(torch.float32), torch.Generator().manual_seed(5)
+    exits = {}
+    for depth in range(1, source.architecture.layers):
+        block = {name: weights[f"layers.{depth}.{name}"] for name in layer_layout(source.architecture)}
+        changed = {name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator) for name, tensor in block.items()}
+        exits[depth] = ExitWeights(block=changed)
+    path = tmp_path_factory.mktemp("blocks") / "exits.safetensors"
+    card = Card(base=source.fingerprint(), exits=tuple(exits), recipe="heads", kind="block")
+    write_heads(path, head_tensors(Heads(exits), torch.bfloat16), card)
+    return path
 
 
 @pytest.fixture(scope="session")
@@ -112,14 +130,18 @@ def settings_of(
     block_size: int = 16,
     prefix_caching: bool = True,
     pace: str = "fixed",
+    heads: Path | None = None,
+    branches: int = 0,
     **scheduler: int,
 ) -> Settings:
     speculation = {
         "method": method,
-        "exits": {"draft": draft, "check": check},
+        "exits": {"draft": draft, "check": check, "heads": heads and str(heads)},
         "draft_tokens": draft_tokens,
         "window": window,
         "pace": pace,
+        "branches": branches,
+        "branch_below": 2.0 if branches else 0.0,
     }
     cache = {"blocks": blocks, "block_size": block_size, "prefix_caching": prefix_caching}
     return Settings.model_validate({"model": model, "speculation": speculation, "cache": cache, "scheduler": scheduler})

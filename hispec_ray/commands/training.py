@@ -29,7 +29,7 @@ def train_exits(
     recipe: Annotated[
         str | None, _recipe(help="heads (a network at each exit) or layerskip (the model itself).", show_default="heads")
     ] = None,
-    kind: Annotated[str | None, _recipe(help="heads: linear or mlp.", show_default="mlp")] = None,
+    kind: Annotated[str | None, _recipe(help="heads: linear, mlp or block (a layer like the model's own).", show_default="mlp")] = None,
     inner: Annotated[int | None, _recipe(help="heads: inner width of the mlp.", show_default="the model's width")] = None,
     vocabulary: Annotated[int | None, _recipe(help="heads: how many frequent ids the exits score.", show_default="all")] = None,
     lora_rank: Annotated[int | None, _recipe(help="layerskip: rank of adapters; 0 trains the whole model.", show_default="0")] = None,

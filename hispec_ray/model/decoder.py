@@ -17,11 +17,15 @@ class Decoder(Protocol):
 
     Hidden rows are `[R, width]` in a dtype of the decoder's own choosing. A row's result is the same to the bit
     whichever rows stand beside it (on a CPU). Layers are numbered from 0; an exit at depth k reads what layer k - 1 wrote.
+
+    An exit may have a layer to itself, which `run` takes as it takes the model's. Its head then reads what that layer makes of the rows
+    at its depth, and each of these rows must be run through it once, for later rows attend to its keys too.
     """
 
     architecture: Architecture
     blocks: int  # of the cache
     block_size: int  # tokens a block holds
+    exit_layers: dict[int, int]  # by depth, the layer that is the exit's own, numbered on from the model's
 
     def twin(self, blocks: int) -> Self:
         """Return a decoder on the same weights with a cache of its own of so many blocks."""
@@ -39,7 +43,10 @@ class Decoder(Protocol):
         """
 
     def logits(self, depth: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return fp32 logits `[R, V']` of the exit at `depth` for hidden `[R, width]`; hidden stays as it is."""
+        """Return fp32 logits `[R, V']` of the exit at `depth` for hidden `[R, width]`; hidden stays as it is.
+
+        hidden: of the depth, or where the exit has a layer of its own, of that.
+        """
 
     def vocabulary(self, depth: int) -> torch.Tensor | None:
         """Return the ids that the exit's logits stand for, int64[V'] ascending on the CPU, None where they are 0 .. V - 1."""
@@ -50,7 +57,8 @@ class Decoder(Protocol):
     def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float) -> Drafts:
         """Let the exit at `depth` guess on, token by token, for a batch of sequences.
 
-        Each guess runs the row of the token before it through layers [0, depth) and leaves it at its home in `held` `[*, width]`.
+        Each guess runs the row of the token before it through layers [0, depth) and leaves it at its home in `held` `[*, width]`;
+        a copy goes through the exit's own layer where it has one.
         A sequence stops after a guess whose gap (see `Choices`) is smaller than `stop`. The same numbers as passes one by one.
         """
 
@@ -62,6 +70,7 @@ def draft_by_passes(decoder: Any, choose: Callable[..., Any], depth: int, starts
     seconds: list[list[int]] = [[] for _ in range(count)]
     gaps: list[list[float]] = [[] for _ in range(count)]
     current = starts.tokens.copy()
+    own = decoder.exit_layers.get(depth)
     still = [s for s in range(count) if starts.steps[s] > 0]
     while still:
         lines = np.array(still)
@@ -72,6 +81,8 @@ def draft_by_passes(decoder: Any, choose: Callable[..., Any], depth: int, starts
         rows = Rows(current[lines], positions, starts.table[lines], starts.tables, slots, np.arange(len(still)))
         hidden = decoder.run(0, depth, decoder.embed(rows), rows)
         held[torch.from_numpy(starts.homes[lines, made])] = hidden
+        if own is not None:
+            hidden = decoder.run(own, own + 1, hidden, rows)
         chosen = choose(
             decoder.logits(depth, hidden),
             [starts.temperatures[s] for s in still],

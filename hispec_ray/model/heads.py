@@ -1,12 +1,12 @@
-"""Trained exits: small networks before the shared norm and head, a smaller vocabulary, the file they come in, and its card."""
+"""Trained exits: networks or layers before the shared norm and head, a smaller vocabulary, the file they come in, and its card."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hispec_ray.config import Group
+from hispec_ray.model.architecture import Architecture
+from hispec_ray.model.weights import layer_layout
 
-Kind = Literal["linear", "mlp"]
+Kind = Literal["linear", "mlp", "block"]
 
 
 class ExitNetwork(nn.Module):
@@ -26,7 +28,7 @@ class ExitNetwork(nn.Module):
     The input is divided by its own root mean square (no weight), so that layers whose rows grow along the depth start alike.
     """
 
-    def __init__(self, width: int, kind: Kind, inner: int) -> None:
+    def __init__(self, width: int, kind: Literal["linear", "mlp"], inner: int) -> None:
         super().__init__()
         self.kind = kind
         self.up = nn.Linear(width, 2 * inner if kind == "mlp" else width, bias=False)
@@ -40,11 +42,16 @@ class ExitNetwork(nn.Module):
             added = self.down(F.silu(gate) * up)
         return hidden + added
 
+    def weights(self) -> ExitWeights:
+        """Return what has been trained, as a decoder wants it."""
+        return ExitWeights(self.up.weight, None if self.down is None else self.down.weight)
+
 
 class Card(Group):
     """What a file of trained exits is for and what came of the training; stands beside it as JSON.
 
     base: sha256 of the model's weight files, as `ModelSource.fingerprint` makes it; with layerskip those of the model that it began with.
+    kind: of an exit's network: linear, a gated MLP, or a block: one layer of the model's own family. inner: of an MLP.
     vocabulary: how many ids the exits score. data, tokens: the files, and how many tokens were learned from them.
     acceptance: per exit, the share of held-out positions at which its first choice was the full depth's.
     """
@@ -62,10 +69,19 @@ class Card(Group):
 
 @dataclass(frozen=True, slots=True)
 class ExitWeights:
-    """One exit as a decoder wants it: up `[width, width]` or `[2 inner, width]` (gate, up), down `[width, inner]`; None for none."""
+    """One exit as a decoder wants it: up `[width, width]` or `[2 inner, width]` (gate, up), down `[width, inner]`; None for none.
+
+    block: the tensors of a layer of the exit's own, as `weights.layer_layout` names them.
+    """
 
     up: torch.Tensor | None = None
     down: torch.Tensor | None = None
+    block: Mapping[str, torch.Tensor] | None = None
+
+    def to(self, place: torch.dtype | torch.device) -> ExitWeights:
+        """Return the same in another dtype or on another device."""
+        up, down = (None if tensor is None else tensor.to(place) for tensor in (self.up, self.down))
+        return ExitWeights(up, down, None if self.block is None else {name: tensor.to(place) for name, tensor in self.block.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +92,22 @@ class Heads:
     vocabulary: torch.Tensor | None = None
 
 
+def exit_layers(heads: Heads | None, layers: int) -> dict[int, int]:
+    """Number the layers that exits below the full depth have to themselves, on from the model's: the layer, by the exit's depth."""
+    depths = [depth for depth, exit in heads.exits.items() if exit.block is not None and depth < layers] if heads else []
+    return {depth: layers + place for place, depth in enumerate(depths)}
+
+
 def card_path(weights: Path) -> Path:
     """Where the card of a file of exits stands."""
     return weights.with_suffix(".json")
 
 
-def load_heads(path: Path, fingerprint: str, *, needed: Sequence[int], width: int, vocabulary: int, dtype: torch.dtype) -> Heads:
+def load_heads(path: Path, fingerprint: str, *, needed: Sequence[int], architecture: Architecture, dtype: torch.dtype) -> Heads:
     """Read a file of trained exits.
 
     Raises ValueError, in one line that names `speculation.exits.heads`, where the file or its card cannot be read, belongs to another
-    model, was not trained for an exit that is needed, or names ids outside the vocabulary.
+    model, was not trained for an exit that is needed, has a tensor of another shape, or names ids outside the vocabulary.
     """
     card = read_card(path)
     if card.base != fingerprint:
@@ -101,16 +123,29 @@ def load_heads(path: Path, fingerprint: str, *, needed: Sequence[int], width: in
     ids = tensors.pop("vocabulary", None)
     if ids is not None:
         ids = ids.to(torch.int64)
-        if len(ids) < 1 or bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= vocabulary:
-            raise _refused(path, f"its vocabulary must be ascending ids from 0 to {vocabulary - 1}")
+        if len(ids) < 1 or bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= architecture.vocabulary:
+            raise _refused(path, f"its vocabulary must be ascending ids from 0 to {architecture.vocabulary - 1}")
     found: dict[int, ExitWeights] = {}
     for depth in card.exits:
         parts = {name: tensors.get(f"exits.{depth}.{name}") for name in ("up", "down")}
         for name, tensor in parts.items():
-            if tensor is not None and tensor.shape[1 if name == "up" else 0] != width:
-                raise _refused(path, f"exits.{depth}.{name} has shape {list(tensor.shape)}; the model is {width} wide")
-        found[depth] = ExitWeights(**{name: None if tensor is None else tensor.to(dtype) for name, tensor in parts.items()})
+            if tensor is not None and tensor.shape[1 if name == "up" else 0] != architecture.width:
+                raise _refused(path, f"exits.{depth}.{name} has shape {list(tensor.shape)}; the model is {architecture.width} wide")
+        block = _read_block(path, tensors, depth, architecture) if card.kind == "block" else None
+        found[depth] = ExitWeights(**parts, block=block).to(dtype)
     return Heads(found, ids)
+
+
+def _read_block(path: Path, tensors: Mapping[str, torch.Tensor], depth: int, architecture: Architecture) -> dict[str, torch.Tensor]:
+    block: dict[str, torch.Tensor] = {}
+    for name, parts in layer_layout(architecture).items():
+        stored = f"exits.{depth}.block.{name}"
+        if stored not in tensors:
+            raise _refused(path, f"it has no {stored}; expected one of shape {list(parts.shape)}")
+        if tensors[stored].shape != parts.shape:
+            raise _refused(path, f"{stored} has shape {list(tensors[stored].shape)}; the model asks for {list(parts.shape)}")
+        block[name] = tensors[stored]
+    return block
 
 
 def read_card(path: Path) -> Card:
@@ -124,18 +159,23 @@ def read_card(path: Path) -> Card:
         raise _refused(path, f"its card {card_path(path)} cannot be read: {words}") from error
 
 
-def head_tensors(
-    networks: Sequence[Any], exits: Sequence[int], vocabulary: torch.Tensor | None, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
+def head_tensors(heads: Heads, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Name the tensors of trained exits as `load_heads` reads them."""
     tensors = {}
-    for depth, network in zip(exits, networks, strict=True):
-        tensors[f"exits.{depth}.up"] = network.up.weight.detach().to("cpu", dtype).contiguous()
-        if network.down is not None:
-            tensors[f"exits.{depth}.down"] = network.down.weight.detach().to("cpu", dtype).contiguous()
-    if vocabulary is not None:
-        tensors["vocabulary"] = vocabulary.to("cpu", torch.int32)
+    for depth, exit in heads.exits.items():
+        block = {f"block.{name}": tensor for name, tensor in (exit.block or {}).items()}
+        for name, tensor in {"up": exit.up, "down": exit.down, **block}.items():
+            if tensor is not None:
+                tensors[f"exits.{depth}.{name}"] = tensor.detach().to("cpu", dtype).contiguous()
+    if heads.vocabulary is not None:
+        tensors["vocabulary"] = heads.vocabulary.to("cpu", torch.int32)
     return tensors
+
+
+def block_weights(layer: nn.Module, architecture: Architecture) -> ExitWeights:
+    """Return a transformers layer of the model's family as a decoder wants an exit's block."""
+    stored, wanted = layer.state_dict(), layer_layout(architecture)
+    return ExitWeights(block={name: torch.cat([stored[part] for part in parts.names]) for name, parts in wanted.items()})
 
 
 def _refused(path: Path, why: str) -> ValueError:

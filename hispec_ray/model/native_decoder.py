@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import ctypes
+from typing import Any
 
 import numpy as np
 import torch
 
 from hispec_ray.core.plan import Drafts, DraftStarts, IntArray, Rows
 from hispec_ray.model.architecture import Architecture, rope_tables
-from hispec_ray.model.heads import ExitWeights, Heads
+from hispec_ray.model.heads import ExitWeights, Heads, exit_layers
 from hispec_ray.native import library
 
 _pointer, _int64, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -109,6 +110,7 @@ class NativeDecoder:
         a = architecture
         dtype = weights["embed.weight"].dtype
         padded_head = _padded(a.head_dim)
+        self.exit_layers = exit_layers(heads, a.layers)
         self.cache = self._pool(dtype)
         cosines, sines = (None, None) if a.learned_positions else rope_tables(a.config, positions)
         self._model = _Model(
@@ -118,7 +120,10 @@ class NativeDecoder:
         # scratch of a row: the layers' own, or an exit's network and norm
         self._row_floats = a.width + (2 * a.heads + 2 * a.kv_heads) * a.head_dim + 2 * a.intermediate
         position_rows = weights.pop("positions.weight", None)
-        self._layers = (_Layer * a.layers)(*(self._layer(weights, i) for i in range(a.layers)))
+        layers = [self._layer(weights, f"layers.{i}.", i) for i in range(a.layers)]
+        if heads is not None:
+            layers += [self._layer(dict(heads.exits[depth].block or {}), "", i) for depth, i in self.exit_layers.items()]
+        self._layers = (_Layer * len(layers))(*layers)
         self._norm = self._norm_of(weights, "norm")
         embedding = weights.pop("embed.weight")
         head = weights.pop("head.weight", embedding)
@@ -141,21 +146,22 @@ class NativeDecoder:
         twin.blocks = blocks
         twin.cache = twin._pool(self.cache.dtype)
         twin._scratch = torch.empty(0)
-        twin._layers = (_Layer * self.architecture.layers)(*self._layers)
+        twin._layers = (_Layer * len(self._layers))(*self._layers)
         for index, layer in enumerate(twin._layers):
             layer.keys, layer.values = twin.cache[0, index].data_ptr(), twin.cache[1, index].data_ptr()
         return twin
 
     def _pool(self, dtype: torch.dtype) -> torch.Tensor:
         """Pages that are zero without being touched: the pool takes memory as it fills."""
-        a = self.architecture
-        pool = np.zeros((2, a.layers, self.blocks, self.block_bytes(a, self.block_size, dtype) // (2 * a.layers)), dtype=np.uint8)
+        layers = self.architecture.layers + len(self.exit_layers)
+        each = self.block_bytes(self.architecture, 1, self.block_size, dtype) // 2
+        pool = np.zeros((2, layers, self.blocks, each), dtype=np.uint8)
         return torch.from_numpy(pool).view(dtype)
 
     @staticmethod
-    def block_bytes(architecture: Architecture, block_size: int, dtype: torch.dtype) -> int:
-        """Return the bytes of one block of the cache, keys and values of all layers."""
-        return 2 * architecture.layers * architecture.kv_heads * block_size * _padded(architecture.head_dim) * dtype.itemsize
+    def block_bytes(architecture: Architecture, layers: int, block_size: int, dtype: torch.dtype) -> int:
+        """Return the bytes of one block of the cache, keys and values of so many layers."""
+        return 2 * layers * architecture.kv_heads * block_size * _padded(architecture.head_dim) * dtype.itemsize
 
     def _keep(self, tensor: torch.Tensor | None) -> int | None:
         if tensor is None:
@@ -180,9 +186,11 @@ class NativeDecoder:
         panels = padded.view(-1, self._panel, inputs // steps, steps).transpose(1, 2).contiguous()
         return _Matrix(self._keep(panels), self._keep(None if bias is None else bias.float()), inputs, outputs)
 
-    def _layer(self, weights: dict[str, torch.Tensor], index: int) -> _Layer:
+    def _layer(self, weights: dict[str, torch.Tensor], prefix: str, index: int) -> _Layer:
+        """Pack the layer whose tensors' names begin with the prefix; index: its place in the cache."""
+
         def take(name: str) -> torch.Tensor | None:
-            return weights.pop(f"layers.{index}.{name}", None)
+            return weights.pop(prefix + name, None)
 
         def packed(name: str) -> _Matrix:
             weight = take(f"{name}.weight")
@@ -195,8 +203,8 @@ class NativeDecoder:
         assert up is not None
         gate = self._matrix(up[: a.intermediate], None if up_bias is None else up_bias[: a.intermediate]) if a.gated else _Matrix()
         return _Layer(
-            attention_norm=self._norm_of(weights, f"layers.{index}.attn_norm"),
-            mlp_norm=self._norm_of(weights, f"layers.{index}.mlp_norm"),
+            attention_norm=self._norm_of(weights, f"{prefix}attn_norm"),
+            mlp_norm=self._norm_of(weights, f"{prefix}mlp_norm"),
             query_norm=self._keep(None if query_norm is None else query_norm.float()),
             key_norm=self._keep(None if key_norm is None else key_norm.float()),
             qkv=packed("qkv"),
@@ -247,13 +255,16 @@ class NativeDecoder:
         )  # fmt: skip
         self._library.hispec_run_layers(
             ctypes.byref(self._model),
-            ctypes.byref(self._layers, first * ctypes.sizeof(_Layer)),
+            self._layer_at(first),
             _int64(last - first),
             ctypes.byref(native),
             _pointer(hidden.data_ptr()),
             _pointer(self._scratch_for(count * self._row_floats)),
         )
         return hidden
+
+    def _layer_at(self, index: int) -> Any:
+        return ctypes.byref(self._layers, index * ctypes.sizeof(_Layer))
 
     def logits(self, depth: int, hidden: torch.Tensor) -> torch.Tensor:
         count = len(hidden)
@@ -277,7 +288,7 @@ class NativeDecoder:
         self._library.hispec_copy_slots(
             ctypes.byref(self._model),
             ctypes.byref(self._layers),
-            _int64(self.architecture.layers),
+            _int64(len(self._layers)),
             _int64(len(source)),
             _pointer(_address(source)),
             _pointer(_address(target)),
@@ -285,7 +296,7 @@ class NativeDecoder:
 
     def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float) -> Drafts:
         count, most = starts.homes.shape
-        exit = self._exits.get(depth, self._full)
+        exit, own = self._exits.get(depth, self._full), self.exit_layers.get(depth)
         words = np.empty((2 * count, most), dtype=np.int64)
         gaps = np.empty((count, most), dtype=np.float32)
         made = np.empty(count, dtype=np.int64)
@@ -301,6 +312,7 @@ class NativeDecoder:
             ctypes.byref(self._embedding),
             ctypes.byref(self._layers),
             _int64(depth),
+            None if own is None else self._layer_at(own),
             ctypes.byref(self._norm),
             ctypes.byref(exit),
             _pointer(_address(starts.tables)),

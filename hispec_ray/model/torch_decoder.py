@@ -13,7 +13,7 @@ from hispec_ray.core.plan import Drafts, DraftStarts, IntArray, Rows
 from hispec_ray.model.architecture import Architecture, rope_tables
 from hispec_ray.model.attention import Attention, GatheredAttention, VarlenAttention, flash_attention_reads_blocks
 from hispec_ray.model.decoder import draft_by_passes
-from hispec_ray.model.heads import ExitWeights, Heads
+from hispec_ray.model.heads import ExitWeights, Heads, exit_layers
 from hispec_ray.model.kv_cache import KVCache
 
 TILE = 8  # rows of every product on a CPU: with one shape only, a row cannot depend on how many rows there are
@@ -47,12 +47,11 @@ class TorchDecoder:
         self._weights = {name: tensor.to(device) for name, tensor in weights.items()}
         self._ids = None if heads is None else heads.vocabulary
         self._exits: dict[int, ExitWeights] = {}
+        self.exit_layers = exit_layers(heads, architecture.layers)
         if heads is not None:
-            self._exits = {
-                depth: ExitWeights(*(None if part is None else part.to(device) for part in (exit.up, exit.down)))
-                for depth, exit in heads.exits.items()
-                if depth < architecture.layers
-            }
+            self._exits = {depth: exit.to(device) for depth, exit in heads.exits.items() if depth < architecture.layers}
+            for depth, layer in self.exit_layers.items():
+                self._weights |= {f"layers.{layer}.{name}": tensor for name, tensor in (self._exits[depth].block or {}).items()}
             head = self._weights["head.weight"]
             self._exit_head = head if self._ids is None else head[self._ids.to(device)]
         a = architecture
@@ -70,12 +69,12 @@ class TorchDecoder:
     def _pool(self) -> KVCache:
         a, dtype = self.architecture, self._weights["embed.weight"].dtype
         shape = {"kv_heads": a.kv_heads, "head_dim": a.head_dim}
-        return KVCache(a.layers, self.blocks, self.block_size, **shape, dtype=dtype, device=self._device)
+        return KVCache(a.layers + len(self.exit_layers), self.blocks, self.block_size, **shape, dtype=dtype, device=self._device)
 
     @staticmethod
-    def block_bytes(architecture: Architecture, block_size: int, dtype: torch.dtype) -> int:
-        """Return the bytes of one block of the cache, keys and values of all layers."""
-        return 2 * architecture.layers * architecture.kv_heads * block_size * architecture.head_dim * dtype.itemsize
+    def block_bytes(architecture: Architecture, layers: int, block_size: int, dtype: torch.dtype) -> int:
+        """Return the bytes of one block of the cache, keys and values of so many layers."""
+        return 2 * layers * architecture.kv_heads * block_size * architecture.head_dim * dtype.itemsize
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return self._product(x, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))

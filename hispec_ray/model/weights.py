@@ -46,6 +46,11 @@ class Parts:
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The canonical tensor's own."""
+        return (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
+
 
 class ModelSource:
     """A checkpoint folder that is known to be of a supported kind. Small: tensors and tokenizer are read when asked for.
@@ -124,18 +129,39 @@ def open_model(path: str) -> ModelSource:
 
 
 def layout(architecture: Architecture) -> dict[str, Parts]:
-    """Name the canonical tensors and where each comes from. d width, D head_dim, I intermediate, V vocabulary.
+    """Name the canonical tensors and where each comes from. d width, V vocabulary.
 
     embed.weight [V, d]; positions.weight [max_positions + position_offset, d] with learned positions (row `position + offset`);
-    layers.{i}.: attn_norm.weight [d], qkv.weight [(heads + 2 kv_heads) D, d] (q, k, v), q_norm.weight and k_norm.weight [D]
-    with qk_norm, out.weight [d, heads D], mlp_norm.weight [d], up.weight [2 I, d] (gate, up) or [I, d] where not gated,
-    down.weight [d, I]; norm.weight [d]; head.weight [V, d], left out here where it is tied. Each `.bias` as the architecture says;
-    layer norms have one.
+    layers.{i}.: see `layer_layout`; norm.weight [d], and a bias where it is a layer norm; head.weight [V, d], left out here where it is
+    tied.
+    """
+    a = architecture
+    opt = a.family == "opt"
+    root = "model.decoder." if opt else "model."
+    tensors = {"embed.weight": Parts((f"{root}embed_tokens.weight",), ((a.vocabulary, a.width),))}
+    if a.learned_positions:
+        tensors["positions.weight"] = Parts((f"{root}embed_positions.weight",), ((a.max_positions + a.position_offset, a.width),))
+    each = layer_layout(a)
+    for layer in range(a.layers):
+        for name, parts in each.items():
+            tensors[f"layers.{layer}.{name}"] = Parts(tuple(f"{root}layers.{layer}.{part}" for part in parts.names), parts.shapes)
+    for kind in ("weight", "bias") if a.norm == "layer" else ("weight",):
+        tensors[f"norm.{kind}"] = Parts((f"{root}{'final_layer_norm' if opt else 'norm'}.{kind}",), ((a.width,),))
+    if not a.tied_head:
+        tensors["head.weight"] = Parts(("lm_head.weight",), ((a.vocabulary, a.width),))
+    return tensors
+
+
+def layer_layout(architecture: Architecture) -> dict[str, Parts]:
+    """Name the canonical tensors of one layer, and where each comes from in the checkpoint's layer. D head_dim, I intermediate.
+
+    attn_norm.weight [d], qkv.weight [(heads + 2 kv_heads) D, d] (q, k, v), q_norm.weight and k_norm.weight [D] with qk_norm,
+    out.weight [d, heads D], mlp_norm.weight [d], up.weight [2 I, d] (gate, up) or [I, d] where not gated, down.weight [d, I].
+    Each `.bias` as the architecture says; layer norms have one.
     """
     a = architecture
     query, key = a.heads * a.head_dim, a.kv_heads * a.head_dim
     opt = a.family == "opt"
-    root = "model.decoder." if opt else "model."
     norm_bias = a.norm == "layer"
     # canonical name: the checkpoint's modules, their outputs, their inputs (None: a norm), has a bias
     modules: dict[str, tuple[tuple[str, ...], tuple[int, ...], int | None, bool]] = {
@@ -149,18 +175,11 @@ def layout(architecture: Architecture) -> dict[str, Parts]:
     if a.qk_norm:
         modules |= {name: ((f"self_attn.{name}",), (a.head_dim,), None, False) for name in ("q_norm", "k_norm")}
 
-    tensors = {"embed.weight": Parts((f"{root}embed_tokens.weight",), ((a.vocabulary, a.width),))}
-    if a.learned_positions:
-        tensors["positions.weight"] = Parts((f"{root}embed_positions.weight",), ((a.max_positions + a.position_offset, a.width),))
-    for layer in range(a.layers):
-        for name, (sources, outputs, inputs, has_bias) in modules.items():
-            for kind in ("weight", "bias") if has_bias else ("weight",):
-                shapes = tuple((rows,) if inputs is None or kind == "bias" else (rows, inputs) for rows in outputs)
-                tensors[f"layers.{layer}.{name}.{kind}"] = Parts(tuple(f"{root}layers.{layer}.{s}.{kind}" for s in sources), shapes)
-    for kind in ("weight", "bias") if norm_bias else ("weight",):
-        tensors[f"norm.{kind}"] = Parts((f"{root}{'final_layer_norm' if opt else 'norm'}.{kind}",), ((a.width,),))
-    if not a.tied_head:
-        tensors["head.weight"] = Parts(("lm_head.weight",), ((a.vocabulary, a.width),))
+    tensors = {}
+    for name, (sources, outputs, inputs, has_bias) in modules.items():
+        for kind in ("weight", "bias") if has_bias else ("weight",):
+            shapes = tuple((rows,) if inputs is None or kind == "bias" else (rows, inputs) for rows in outputs)
+            tensors[f"{name}.{kind}"] = Parts(tuple(f"{source}.{kind}" for source in sources), shapes)
     return tensors
 
 
@@ -197,7 +216,7 @@ class Checkpoint:
 
 def read_tensor(checkpoint: Checkpoint, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
     """Read one canonical tensor, contiguous, in `dtype`. Raises as `Checkpoint.read`."""
-    result = torch.empty((sum(shape[0] for shape in parts.shapes), *parts.shapes[0][1:]), dtype=dtype)
+    result = torch.empty(parts.shape, dtype=dtype)
     first = 0
     for name, shape in zip(parts.names, parts.shapes, strict=True):
         result[first : first + shape[0]].copy_(checkpoint.read(name, shape))

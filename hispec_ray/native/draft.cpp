@@ -1,4 +1,4 @@
-// A run of guesses at an exit: embed, the layers below, the exit's head, the choice, again and again, in one call for a batch.
+// A run of guesses at an exit: embed, the layers below, the exit's own layer and head, the choice, again and again, in one call for a batch.
 // The same numbers as the same passes one by one.
 #include <algorithm>
 #include <cstring>
@@ -7,9 +7,10 @@
 #include "model.h"
 
 extern "C" {
+// own: the exit's own layer; null where it has none.
 // scratch: sequences * (width + row_floats + the exit's columns) floats, row_floats being what the layers and the exit want for a row.
-void hispec_draft(const Model* m, const Embedding* embedding, const Layer* layers, int64_t count, const Norm* norm, const Exit* exit, const int64_t* tables,
-                  int64_t table_width, const Drafts* d, int64_t row_floats, float* scratch) {
+void hispec_draft(const Model* m, const Embedding* embedding, const Layer* layers, int64_t count, const Layer* own, const Norm* norm, const Exit* exit,
+                  const int64_t* tables, int64_t table_width, const Drafts* d, int64_t row_floats, float* scratch) {
   const int64_t n = d->sequences, columns = exit->head.out;
   float *hidden = scratch, *inner = hidden + n * m->width, *logits = inner + n * row_floats;
   std::vector<int64_t> open, tokens(size_t(n), 0), positions(size_t(n), 0), lines(size_t(n), 0), slots(size_t(n), 0), order(size_t(n), 0), seeds(size_t(n), 0),
@@ -37,6 +38,11 @@ void hispec_draft(const Model* m, const Embedding* embedding, const Layer* layer
     const Rows pass = {rows, rows, table_width, positions.data(), lines.data(), tables, slots.data(), order.data()};
     hispec_embed(m, embedding, rows, tokens.data(), positions.data(), hidden);
     hispec_run_layers(m, layers, count, &pass, hidden, inner);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t s = open[size_t(r)];
+      std::memcpy(d->held + d->homes[s * d->most + d->made[s]] * m->width, hidden + r * m->width, size_t(m->width) * 4);
+    }
+    if (own) hispec_run_layers(m, own, 1, &pass, hidden, inner);
     hispec_run_exit(m, norm, exit, rows, hidden, inner, logits);
     const Law law = {temperatures.data(), seeds.data(), next.data()};
     const Chosen chosen = {ids.data(), seconds.data(), gaps.data()};
@@ -44,7 +50,6 @@ void hispec_draft(const Model* m, const Embedding* embedding, const Layer* layer
     std::vector<int64_t> still;
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t s = open[size_t(r)], at = s * d->most + d->made[s];
-      std::memcpy(d->held + d->homes[at] * m->width, hidden + r * m->width, size_t(m->width) * 4);
       d->guesses[at] = current[size_t(s)] = ids[size_t(r)];
       d->seconds[at] = seconds[size_t(r)];
       d->gaps[at] = gaps[size_t(r)];

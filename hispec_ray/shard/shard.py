@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from hispec_ray.config import Settings, SpeculationSettings
 from hispec_ray.core.plan import StepPlan, StepResult
 from hispec_ray.model.architecture import check_exits
 from hispec_ray.model.decoder import Decoder
-from hispec_ray.model.heads import Heads, load_heads
+from hispec_ray.model.heads import Heads, exit_layers, load_heads
 from hispec_ray.model.native_decoder import NativeDecoder
 from hispec_ray.model.torch_decoder import TorchDecoder
 from hispec_ray.model.weights import ModelSource
@@ -26,9 +26,10 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 
 
-def levels_for(speculation: SpeculationSettings, layers: int) -> tuple[Level, ...]:
+def levels_for(speculation: SpeculationSettings, layers: int, own: Mapping[int, int] | None = None) -> tuple[Level, ...]:
     """Return the levels of the method, shallow to deep, the last at the full depth of `layers`.
 
+    own: by depth, the layers that exits have to themselves; see `Decoder`.
     Raises ValueError when the exits are out of order or deeper than the model, also where the method does not use them.
     """
     eighth, quarter = max(1, layers // 8), max(1, layers // 4)
@@ -36,12 +37,13 @@ def levels_for(speculation: SpeculationSettings, layers: int) -> tuple[Level, ..
     draft = exits.draft or min(eighth, exits.check or layers)
     check = exits.check or max(draft, quarter)
     check_exits(layers, draft, check)
-    guesser = () if speculation.drafter == "lookup" else (Level("draft", draft, 0),)
+    own = own or {}
+    guesser = () if speculation.drafter == "lookup" else (Level("draft", draft, 0, own.get(draft)),)
     if speculation.method == "plain":
         return (Level("full", layers, 0),)
     if speculation.method == "single":
         return *guesser, Level("full", layers, speculation.draft_tokens)
-    return *guesser, Level("check", check, speculation.draft_tokens), Level("full", layers, speculation.window)
+    return *guesser, Level("check", check, speculation.draft_tokens, own.get(check)), Level("full", layers, speculation.window)
 
 
 def drafter_for(speculation: SpeculationSettings) -> Drafter | None:
@@ -50,10 +52,17 @@ def drafter_for(speculation: SpeculationSettings) -> Drafter | None:
     return LookupDrafter(speculation.lookup_confidence) if looks_up else None
 
 
-def round_for(speculation: SpeculationSettings, model: Model, layers: int, choose: Choose, drafter: Drafter | None) -> Round:
-    """Return the round of the method: its levels, what they do where they are unsure, and its pace."""
+def round_for(
+    speculation: SpeculationSettings,
+    model: Model,
+    layers: int,
+    choose: Choose,
+    drafter: Drafter | None,
+    own: Mapping[int, int] | None = None,
+) -> Round:
+    """Return the round of the method: its levels, what they do where they are unsure, and its pace. own: see `levels_for`."""
     doubt = Doubt(speculation.stop_below, speculation.branch_below, speculation.branches)
-    return Round(model, levels_for(speculation, layers), choose, drafter, doubt, paced=speculation.pace == "auto")
+    return Round(model, levels_for(speculation, layers, own), choose, drafter, doubt, paced=speculation.pace == "auto")
 
 
 class Shard:
@@ -67,21 +76,23 @@ class Shard:
 
     def __init__(self, settings: Settings, source: ModelSource, like: Shard | None = None) -> None:
         """Load the model, or share the weights of a shard that is like this one but for speculation, scheduling and the pool's size."""
-        architecture = source.architecture
+        architecture, speculation = source.architecture, settings.speculation
         self.settings = settings
-        self.levels = levels_for(settings.speculation, architecture.layers)
         if settings.model.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("model.device is 'cuda' and torch sees no CUDA device here; set it to 'cpu' or install a CUDA build of torch")
         if like and not _shares_weights(settings, like.settings):
             raise ValueError("engines share weights only where model, cache.block_size and speculation.exits.heads are the same")
-        native = isinstance(like.decoder, NativeDecoder) if like else _wants_native(settings)
         dtype: torch.dtype = getattr(torch, settings.model.dtype)
-        block_bytes = (NativeDecoder if native else TorchDecoder).block_bytes(architecture, settings.cache.block_size, dtype)
+        heads = _heads_for(speculation, source, dtype)
+        own = like.decoder.exit_layers if like else exit_layers(heads, architecture.layers)
+        self.levels = levels_for(speculation, architecture.layers, own)
+        native = isinstance(like.decoder, NativeDecoder) if like else _wants_native(settings)
+        layers = architecture.layers + len(own)
+        block_bytes = (NativeDecoder if native else TorchDecoder).block_bytes(architecture, layers, settings.cache.block_size, dtype)
         self.blocks = _block_count(settings, block_bytes)
         self.cache_bytes = self.blocks * block_bytes
         threads = settings.model.thread_count()
         torch.set_num_threads(threads)
-        heads = _heads_for(settings.speculation.exits.heads, self.levels, source, dtype)
         self.choose: Choose = choose_native(threads) if native else choose_torch
         weights = {} if like else source.weights(dtype)
         self.weight_bytes: int = like.weight_bytes if like else sum({id(tensor): tensor.nbytes for tensor in weights.values()}.values())
@@ -101,7 +112,7 @@ class Shard:
                 f"the model's {self.weight_bytes / _GIB:.1f} GiB and a cache of {self.blocks} blocks, {self.cache_bytes / _GIB:.1f} GiB "
                 "(cache.memory_gib or cache.blocks), do not fit into memory"
             ) from error
-        self._round = round_for(settings.speculation, self.decoder, architecture.layers, self.choose, drafter_for(settings.speculation))
+        self._round = round_for(speculation, self.decoder, architecture.layers, self.choose, drafter_for(speculation), own)
         self.sources = self._round.sources
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -132,13 +143,13 @@ def _shares_weights(one: Settings, other: Settings) -> bool:
     return one.model == other.model and one.cache.block_size == other.cache.block_size and heads
 
 
-def _heads_for(path: str | None, levels: Sequence[Level], source: ModelSource, dtype: torch.dtype) -> Heads | None:
+def _heads_for(speculation: SpeculationSettings, source: ModelSource, dtype: torch.dtype) -> Heads | None:
     """The trained exits, where a file of them is named. Raises ValueError as `load_heads`."""
-    if path is None:
+    if speculation.exits.heads is None:
         return None
-    a = source.architecture
-    needed = [level.depth for level in levels[:-1] if level.depth < a.layers]
-    return load_heads(Path(path).expanduser(), source.fingerprint(), needed=needed, width=a.width, vocabulary=a.vocabulary, dtype=dtype)
+    path, a = Path(speculation.exits.heads).expanduser(), source.architecture
+    needed = [level.depth for level in levels_for(speculation, a.layers)[:-1] if level.depth < a.layers]
+    return load_heads(path, source.fingerprint(), needed=needed, architecture=a, dtype=dtype)
 
 
 def _block_count(settings: Settings, block_bytes: int) -> int:

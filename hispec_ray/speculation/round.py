@@ -59,11 +59,13 @@ class Level:
     """An exit that takes part: its name in traces, its depth in layers, the most tentative tokens it lets gather before it looks.
 
     A first level with window 0 under others is the draft exit: it looks at nobody's guesses, and makes its own.
+    own: the layer that the exit has to itself, as the model numbers it; None where it has none.
     """
 
     name: str
     depth: int
     window: int
+    own: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,9 @@ class Round:
             raise ValueError(f"levels have depths {depths}; each must be at least as deep as the one before")
         self._model = model
         self._levels = tuple(levels)
+        self._layers = [  # that a segment runs, the exit's own among them
+            level.depth - below + (level.own is not None) for level, below in zip(levels, (0, *depths[:-1]), strict=True)
+        ]
         self._choose = choose
         self._drafter = drafter
         self._doubt = doubt
@@ -295,7 +300,7 @@ class Round:
             count.own += len(guesses)
         passes = max(len(guesses) for guesses in drafts.guesses)
         count.passes += passes
-        count.layers += passes * self._levels[0].depth
+        count.layers += passes * self._layers[0]
         if self._pace:
             self._pace.guess.add(len(states), (time.perf_counter() - begun) / passes)
 
@@ -436,36 +441,36 @@ class Round:
     def _run_segments(self, level: int, states: list[_Sequence]) -> tuple[torch.Tensor, list[tuple[int, int, list[_Branch]]]]:
         """Bring every known token and branch up to the level.
 
-        Returns the level's new hidden rows and, for each sequence, the first of them, the index of its token, and the branches behind.
+        Returns what the level's head is to read of its new rows and, for each sequence, the first of them, the index of its token, and
+        the branches behind. A row that passes a depth whose exit has a layer of its own is run through that too, whoever looks: later
+        rows attend to it there.
         """
         hidden: torch.Tensor | None = None
-        order: list[int] = []
         segment = depth = 0
         while segment <= level:
             begun = time.perf_counter()
             shape = self._shape(segment, states)
             last = segment  # segments that run the same rows are run as one
-            while last < level and self._shape(last + 1, states) == shape:
+            while last < level and self._levels[last].own is None and self._shape(last + 1, states) == shape:
                 last += 1
-            if hidden is not None:
-                self._held_rows()[torch.tensor(order)] = hidden
+            end, own = self._levels[last].depth, self._levels[last].own
             rows, order = self._rows(segment, states)
             hidden = self._held_rows()[torch.tensor(order)] if segment else self._model.embed(rows)
-            hidden = self._model.run(depth, self._levels[last].depth, hidden, rows)
+            hidden = self._model.run(depth, end, hidden, rows)
+            if last < self._top:
+                self._held_rows()[torch.tensor(order)] = hidden
+            if own is not None:
+                hidden = self._model.run(own, own + 1, hidden, rows)
             seconds = time.perf_counter() - begun
+            layers = sum(self._layers[segment : last + 1])
             for one in range(segment, last + 1):
                 self._counts[one + self._source].rows += len(rows)
                 if self._pace:
-                    share = (self._levels[one].depth - (self._levels[one - 1].depth if one else 0)) / (
-                        self._levels[last].depth - depth or 1
-                    )
-                    self._pace.segments[one].add(len(rows), seconds * share)
-            self._counts[level + self._source].layers += self._levels[last].depth - depth
-            segment, depth = last + 1, self._levels[last].depth
+                    self._pace.segments[one].add(len(rows), seconds * self._layers[one] / (layers or 1))
+            self._counts[level + self._source].layers += layers
+            segment, depth = last + 1, end
         self._counts[level + self._source].passes += 1
         assert hidden is not None
-        if level < self._top:
-            self._held_rows()[torch.tensor(order)] = hidden
         places: list[tuple[int, int, list[_Branch]]] = []
         row = 0
         for s, (start, count) in zip(states, shape, strict=True):

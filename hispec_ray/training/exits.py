@@ -13,17 +13,18 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
+from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from hispec_ray.config import Group, Positive
-from hispec_ray.model.heads import Card, ExitNetwork, Kind, head_tensors
+from hispec_ray.model.heads import Card, ExitNetwork, Heads, Kind, block_weights, head_tensors
 from hispec_ray.model.weights import ModelSource, open_model
 from hispec_ray.training.data import Line, TextBatches
 from hispec_ray.training.output import EXITS_FILE, MODEL_FOLDER, whole, write_heads, write_model
 from hispec_ray.training.progress import Progress
 from hispec_ray.training.reading import LineReader, split
-from hispec_ray.training.student import ExitStudent
+from hispec_ray.training.student import ExitStudent, next_layer
 from hispec_ray.training.trainer import Report, TrainingSettings, join_group, train
 from hispec_ray.training.vocabulary import choose_vocabulary
 
@@ -46,6 +47,7 @@ class ExitTrainingSettings(Group):
     """A folder. Processes on several machines must all see it."""
     recipe: Literal["heads", "layerskip"] = "heads"
     kind: Kind = "mlp"
+    """heads: what stands at an exit before the shared norm and head; a block begins as a copy of the model's next layer."""
     inner: Positive | None = None
     """heads: inner width of an exit's MLP; the model's width where unset."""
     vocabulary: Positive | None = None
@@ -143,8 +145,8 @@ def _check(settings: ExitTrainingSettings, source: ModelSource) -> None:
     for name in others[settings.recipe]:
         if getattr(settings, name):
             raise ValueError(f"{name} is {getattr(settings, name)} and recipe is '{settings.recipe}'; it goes with the other recipe alone")
-    if settings.inner and settings.kind == "linear":
-        raise ValueError(f"inner is {settings.inner} and kind is 'linear'; it goes with 'mlp' alone")
+    if settings.inner and settings.kind != "mlp":
+        raise ValueError(f"inner is {settings.inner} and kind is '{settings.kind}'; it goes with 'mlp' alone")
 
 
 def claim(task: Task) -> None:
@@ -227,11 +229,17 @@ class _Model:
         backbone = AutoModelForCausalLM.from_pretrained(task.source.folder, config=config, dtype="auto", local_files_only=True)
         self._dtype = backbone.dtype
         self._backbone: Any = backbone.to(settings.device, torch.bfloat16 if settings.device == "cuda" else torch.float32)
-        self._networks: list[ExitNetwork] = []
+        self._networks: list[ExitNetwork] | None = None
+        self._blocks: list[nn.Module] | None = None
         if settings.recipe == "heads":
-            self._networks = [self._network() for _ in settings.exits]
+            if settings.kind == "block":
+                self._blocks = [next_layer(backbone, depth) for depth in settings.exits]
+            else:
+                width = task.source.architecture.width
+                networks = [ExitNetwork(width, settings.kind, settings.inner or width) for _ in settings.exits]
+                self._networks = [network.to(settings.device) for network in networks]
             vocabulary = None if task.vocabulary is None else task.vocabulary.to(settings.device)
-            self.student = ExitStudent(backbone, settings.exits, networks=self._networks, vocabulary=vocabulary)
+            self.student = ExitStudent(backbone, settings.exits, networks=self._networks, blocks=self._blocks, vocabulary=vocabulary)
             return
         if settings.lora_rank:
             from peft import LoraConfig, get_peft_model  # noqa: PLC0415  seconds to import, and only adapters need it
@@ -240,9 +248,11 @@ class _Model:
             self._backbone = get_peft_model(backbone, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
         self.student = ExitStudent(backbone, settings.exits)
 
-    def _network(self) -> ExitNetwork:
-        settings, width = self._task.settings, self._task.source.architecture.width
-        return ExitNetwork(width, settings.kind, settings.inner or width).to(settings.device)
+    def _heads(self) -> Heads:
+        architecture = self._task.source.architecture
+        trained = [network.weights() for network in self._networks or []]
+        trained += [block_weights(block, architecture) for block in self._blocks or []]
+        return Heads(dict(zip(self._task.settings.exits, trained, strict=True)), self._task.vocabulary)
 
     def write(self, last: Report) -> None:
         """Write what has been trained, with its card."""
@@ -260,7 +270,7 @@ class _Model:
             acceptance={exit: round(share, 4) for exit, share in zip(settings.exits, last.agreement, strict=True)},
         )
         if heads:
-            write_heads(task.result, head_tensors(self._networks, settings.exits, task.vocabulary, torch.bfloat16), card)
+            write_heads(task.result, head_tensors(self._heads(), torch.bfloat16), card)
         else:
             merged = self._backbone.merge_and_unload() if settings.lora_rank else self._backbone
             write_model(task.result, merged.to(self._dtype), task.source, card)

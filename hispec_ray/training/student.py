@@ -1,12 +1,13 @@
 """The model in training: a backbone, its exits, and the loss that teaches them the full depth's own distribution.
 
-Two recipes. `heads` leaves the backbone as it is and trains a small network at each exit, before the shared norm and head.
+Two recipes. `heads` leaves the backbone as it is and trains a small network or a layer at each exit, before the shared norm and head.
 `layerskip` trains the backbone itself (or low-rank adapters on it) with layer dropout that grows with depth and a loss at every
 exit (LayerSkip; Elhoushi et al., arXiv 2404.16710). In both, an exit's target is the full depth's distribution, by KL divergence.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -42,11 +43,12 @@ class Scores:
 class ExitStudent(nn.Module):
     """A transformers causal language model that is read at several depths.
 
-    networks: of the exits, in the exits' order, for the recipe `heads`. The backbone is then frozen, may be of another precision
-    than the networks, and is no module of this one: it has no gradients, and DeepSpeed neither casts, shards nor saves it.
-    Without networks an exit is the shared norm and head alone.
-    vocabulary: ids that the exits score, int64[V'], only with networks; every id where None. The full depth is then compared
-    over these ids alone.
+    networks, blocks: of the exits, in the exits' order, for the recipe `heads`; one of the two, blocks being layers of the model's
+    family (see `next_layer`), which are called as the backbone calls its own. The backbone is then frozen, may be of another precision
+    than they are, and is no module of this one: it has no gradients, and DeepSpeed neither casts, shards nor saves it.
+    Without either an exit is the shared norm and head alone.
+    vocabulary: ids that the exits score, int64[V'], only with networks or blocks; every id where None. The full depth is then
+    compared over these ids alone.
     """
 
     backbone: Any
@@ -61,21 +63,25 @@ class ExitStudent(nn.Module):
         exits: Sequence[int],
         *,
         networks: Sequence[ExitNetwork] | None = None,
+        blocks: Sequence[nn.Module] | None = None,
         vocabulary: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         decoder = backbone.get_decoder()
         norm = decoder.norm if hasattr(decoder, "norm") else decoder.final_layer_norm
-        if networks is not None:
+        self._frozen = networks is not None or blocks is not None
+        if self._frozen:
             backbone.requires_grad_(False).eval()
         for name, part in (("backbone", backbone), ("_decoder", decoder), ("_norm", norm)):
-            (setattr if networks is None else object.__setattr__)(self, name, part)  # the second makes it no module of this one
+            (object.__setattr__ if self._frozen else setattr)(self, name, part)  # the first makes it no module of this one
         self.exits = tuple(exits)
         self.networks = None if networks is None else nn.ModuleList(networks)
+        self.blocks = None if blocks is None else nn.ModuleList(blocks)
         self.register_buffer("vocabulary", vocabulary, persistent=False)
         head = None if vocabulary is None else backbone.get_output_embeddings().weight[vocabulary].detach()
         self.register_buffer("exit_head", head, persistent=False)
         self._hidden: dict[int, torch.Tensor] = {}
+        self._arguments: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # that the layer after an exit was called with
         self._dropped: frozenset[int] = frozenset()
         for index, layer in enumerate(decoder.layers):
             layer.forward = functools.partial(self._run_layer, index, layer.forward)
@@ -84,7 +90,18 @@ class ExitStudent(nn.Module):
         out = hidden if index in self._dropped else run(hidden, *args, **kwargs)
         if index + 1 in self.exits:
             self._hidden[index + 1] = out
+        if self.blocks is not None and index in self.exits:
+            self._arguments[index] = args, kwargs
         return out
+
+    def _exit_rows(self) -> list[torch.Tensor]:
+        """What stands at each exit, [B, T, d], or what its block makes of it."""
+        found = [self._hidden.pop(depth) for depth in self.exits]
+        if self.blocks is None:
+            return found
+        calls = [self._arguments.pop(depth) for depth in self.exits]
+        each = zip(self.blocks, found, calls, strict=True)
+        return [block(hidden.float(), *args, **kwargs).to(hidden.dtype) for block, hidden, (args, kwargs) in each]
 
     def forward(
         self,
@@ -104,11 +121,10 @@ class ExitStudent(nn.Module):
         agreement: count it. Without it and without the text, the full depth scores the exits' vocabulary alone.
         """
         self._dropped = dropped
-        frozen = self.networks is not None
-        with torch.set_grad_enabled(not frozen and torch.is_grad_enabled()):
+        with torch.set_grad_enabled(not self._frozen and torch.is_grad_enabled()):
             last = self._decoder(input_ids=ids, use_cache=False).last_hidden_state
         learned = targets != IGNORED
-        rows = [last[learned], targets[learned], *(self._hidden.pop(depth)[learned] for depth in self.exits)]
+        rows = [last[learned], targets[learned], *(hidden[learned] for hidden in self._exit_rows())]
         score = functools.partial(self._score, exit_weight, text_weight, agreement)
         at_once = max(1, LOGITS_AT_ONCE[ids.device.type] // self.backbone.config.vocab_size)
         if len(rows[0]) <= at_once:
@@ -150,6 +166,15 @@ class ExitStudent(nn.Module):
                 guess = self.vocabulary[guess]
             agreements.append(loss.new_zeros(()) if choice is None else (guess == choice).sum().float())
         return loss, text, torch.stack(divergences), torch.stack(agreements)
+
+
+def next_layer(backbone: Any, depth: int) -> nn.Module:
+    """Return a copy of the layer that follows `depth`, in fp32: an exit's block as it begins. To be made before a student of the backbone.
+
+    With it the exit says at the start what an exit one layer deeper would say.
+    """
+    layer: nn.Module = copy.deepcopy(backbone.get_decoder().layers[depth])
+    return layer.float().requires_grad_()
 
 
 def layers_to_drop(layers: int, rate: float, exits: Sequence[int], generator: torch.Generator) -> frozenset[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,6 +128,38 @@ def test_same_text_with_the_prefix_cache_hit_and_missed(
         assert_clean(llm.engine)
         spared = [sequence.cached for sequence in sequences]
         assert spared == [(len(prompt) - 1) // 16 * 16 if cached else 0 for prompt in prompts]
+
+
+@DTYPES
+@pytest.mark.parametrize("blocks", [12, 400], ids=["preempted", "cached"])
+@pytest.mark.parametrize("hierarchy", [("single", 4, None, 3), ("hispec", 2, 4, 4, 6)], ids=str)
+def test_same_text_with_exits_that_have_layers_of_their_own(
+    hierarchy: Sequence[Any], blocks: int, dtype: str, block_heads: Path, plain: Any, tiny_llm: Any
+) -> None:
+    """With branches, and with so few blocks that requests are preempted, or so many that prompts are found in the cache."""
+    prompts, params = prompts_of_mixed_lengths(), params_of(16, 0.8)
+    llm = tiny_llm(dtype, *hierarchy, heads=block_heads, branches=2, blocks=blocks, max_batch_rows=50)
+    for _ in range(2):
+        assert ids(llm, prompts, params) == plain(dtype, 0.8)
+    assert (llm.engine.scheduler.preemptions > 0) == (blocks == 12)
+    assert 0 < llm.engine.counts[-1].accepted < llm.engine.counts[-1].seen
+
+
+@pytest.mark.parametrize("branches", [0, 2])
+def test_exits_with_layers_of_their_own_guess_the_same_beside_others_and_after_a_cached_prompt(
+    branches: int, block_heads: Path, tiny_llm: Any
+) -> None:
+    """The levels that chose each token first tell what the exits read: nothing else would show keys that their layers miss."""
+    # where one token of a prompt is left to read, it is read while guessing already: then the rounds are others
+    prompts = [prompt for prompt in prompts_of_mixed_lengths() if len(prompt) % 16 != 1]
+    params = params_of(len(prompts), 0.8)
+    shape = {"heads": block_heads, "branches": branches, "blocks": 400}
+    alone = tiny_llm("bfloat16", "hispec", 2, 4, 4, 6, **shape, prefix_caching=False)
+    expected = [alone.generate([prompt], [one])[0].choices[0].levels for prompt, one in zip(prompts, params, strict=True)]
+    together = tiny_llm("bfloat16", "hispec", 2, 4, 4, 6, **shape)
+    for _ in range(2):
+        assert [done.choices[0].levels for done in together.generate(prompts, params)] == expected
+    assert together.engine.scheduler.cached_rows > 0
 
 
 @pytest.mark.parametrize(("count", "found"), [(24, 80), (26, 80), (27, 96), (40, 96)])

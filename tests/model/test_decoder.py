@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 import torch
 from tiny import FAMILIES, make_checkpoint
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hispec_ray.core.plan import DraftStarts, Rows
 from hispec_ray.model.decoder import Decoder, draft_by_passes
-from hispec_ray.model.heads import ExitNetwork, ExitWeights, Heads
+from hispec_ray.model.heads import ExitNetwork, Heads, block_weights
 from hispec_ray.model.native_decoder import NativeDecoder
 from hispec_ray.model.torch_decoder import TorchDecoder
 from hispec_ray.model.weights import ModelSource, open_model
 from hispec_ray.speculation.choice import choose_native, choose_torch
+from hispec_ray.training.student import next_layer
 
 SIZE = 16
 BLOCKS = 128
@@ -63,12 +65,14 @@ def rows_of(parts: Sequence[Part]) -> Rows:
 def run(decoder: Decoder, parts: Sequence[Part], *depths: int) -> list[torch.Tensor]:
     """Run one pass in segments that end at `depths`; return the hidden rows at each, then the last one's logits."""
     rows = rows_of(parts)
-    hidden = decoder.embed(rows)
+    hidden = read = decoder.embed(rows)
     found = []
     for first, last in itertools.pairwise((0, *depths)):
-        hidden = decoder.run(first, last, hidden, rows)
+        hidden = read = decoder.run(first, last, hidden, rows)
         found.append(hidden.clone())
-    return [*found, decoder.logits(depths[-1], hidden)]
+        if (own := decoder.exit_layers.get(last)) is not None:
+            read = decoder.run(own, own + 1, hidden.clone(), rows)
+    return [*found, decoder.logits(depths[-1], read)]
 
 
 def native(source: ModelSource, dtype: torch.dtype = torch.float32, threads: int = 1, heads: Heads | None = None) -> NativeDecoder:
@@ -275,9 +279,23 @@ def trained(source: ModelSource, kind: Any, ids: int | None) -> tuple[dict[int, 
         for weight in network.parameters():
             torch.nn.init.normal_(weight, std=0.2)
             weight.requires_grad_(False)
-    some = None if ids is None else torch.randperm(vocabulary)[:ids].sort().values
-    down = {depth: None if network.down is None else network.down.weight for depth, network in networks.items()}
-    return networks, Heads({depth: ExitWeights(network.up.weight, down[depth]) for depth, network in networks.items()}, some)
+    return networks, Heads({depth: network.weights() for depth, network in networks.items()}, some_ids(vocabulary, ids))
+
+
+def some_ids(vocabulary: int, count: int | None) -> torch.Tensor | None:
+    return None if count is None else torch.randperm(vocabulary)[:count].sort().values
+
+
+def trained_blocks(source: ModelSource, ids: int | None) -> tuple[dict[int, nn.Module], Heads]:
+    """As `trained`, with a layer at each exit: the model's next one, changed."""
+    torch.manual_seed(3)
+    backbone = AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32)
+    blocks = {depth: next_layer(backbone, depth).requires_grad_(False) for depth in (1, 2)}
+    for block in blocks.values():
+        for parameter in block.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    exits = {depth: block_weights(block, source.architecture) for depth, block in blocks.items()}
+    return blocks, Heads(exits, some_ids(source.architecture.vocabulary, ids))
 
 
 @DECODERS
@@ -303,16 +321,43 @@ def test_trained_exits_are_the_modules_that_were_trained(variant: str, kind: str
     assert decoder.vocabulary(depth) is None
 
 
+@DECODERS
+@pytest.mark.parametrize("ids", [None, 77])
+@pytest.mark.parametrize("variant", ["llama3", "opt", "qwen3"])
+def test_a_block_is_the_layer_that_was_trained(variant: str, ids: int | None, build: Build, tmp_path: Path) -> None:
+    """Beside others, in chunks, in a twin: what the exit reads is what a model says that ends in the block."""
+    source = open_model(str(make_checkpoint(tmp_path / "model", variant)))
+    blocks, heads = trained_blocks(source, ids)
+    text, other = (Text.random(length, source.architecture.vocabulary, length, table) for length, table in ((40, [5, 9, 2]), (7, [3])))
+    decoder, bare = build(source, heads=heads), build(source)
+    depth = source.architecture.layers
+    some = slice(None) if heads.vocabulary is None else heads.vocabulary
+    for exit, block in blocks.items():
+        hidden, logits = run(decoder, [(text, 0, 40)], exit)
+        assert torch.equal(hidden, run(bare, [(text, 0, 40)], exit)[0]), "an exit's layer must not touch what the next layer reads"
+        short = AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32, num_hidden_layers=exit + 1)
+        short.get_decoder().layers[exit] = block
+        with torch.inference_mode():
+            wanted = short(torch.tensor([text.tokens])).logits[0][:, some]
+        assert float((logits - wanted).abs().max()) < 1e-4
+        assert decoder.vocabulary(exit) is heads.vocabulary
+        twin = decoder.twin(BLOCKS)
+        chunks = [run(twin, [(other, at, at + 1), (text, begin, end)], exit)[-1][1:] for at, begin, end in ((0, 0, 31), (1, 31, 40))]
+        assert torch.equal(torch.cat(chunks), logits), "a row depends on its neighbours"
+    assert torch.equal(run(decoder, [(text, 0, 40)], depth)[-1], run(bare, [(text, 0, 40)], depth)[-1])
+
+
+@pytest.mark.parametrize("make", [lambda source, ids: trained(source, "mlp", ids), trained_blocks], ids=["mlp", "block"])
 @pytest.mark.parametrize("variant", ["smollm", "opt", "qwen3"])
 @pytest.mark.parametrize("ids", [None, 77])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_run_of_drafts_is_the_passes_one_by_one(variant: str, ids: int | None, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_run_of_drafts_is_the_passes_one_by_one(
+    variant: str, ids: int | None, dtype: torch.dtype, make: Callable[..., tuple[Any, Heads]], tmp_path: Path
+) -> None:
     """In one native call or in many: the same guesses, runners-up, gaps, hidden rows and keys, for a batch of uneven lengths."""
     source = open_model(str(make_checkpoint(tmp_path / "model", variant)))
-    _, heads = trained(source, "mlp", ids)
-    heads = Heads(
-        {d: ExitWeights(*(None if p is None else p.to(dtype) for p in (e.up, e.down))) for d, e in heads.exits.items()}, heads.vocabulary
-    )
+    _, heads = make(source, ids)
+    heads = Heads({depth: exit.to(dtype) for depth, exit in heads.exits.items()}, heads.vocabulary)
     texts = [
         Text.random(length, source.architecture.vocabulary, length, [9 * i + j for j in range(4)]) for i, length in enumerate((5, 17, 31))
     ]
@@ -331,7 +376,7 @@ def test_a_run_of_drafts_is_the_passes_one_by_one(variant: str, ids: int | None,
     found = []
     for one_by_one in (False, True):
         decoder = native(source, dtype, threads=2, heads=heads)
-        run(decoder, [(text, 0, len(text.tokens) - 1) for text in texts], decoder.architecture.layers)
+        run(decoder, [(text, 0, len(text.tokens) - 1) for text in texts], 2, decoder.architecture.layers)
         held = torch.full((21, source.architecture.width), 7.0)
         for stop in (0.0, 0.3):
             drafts = (
@@ -352,12 +397,12 @@ def test_a_run_of_drafts_is_the_passes_one_by_one(variant: str, ids: int | None,
 @DECODERS
 def test_copied_slots_read_as_the_ones_they_came_from(tiny_folder: Path, build: Build) -> None:
     source = open_model(str(tiny_folder))
-    depth = source.architecture.layers
     text = Text.random(30, 300, 1, [5, 9])
-    decoder = build(source)
-    expected = run(decoder, [(text, 0, 30)], depth)[-1][-1]
-    run(decoder, [(text, 0, 29)], depth)
+    decoder = build(source, heads=trained_blocks(source, None)[1])
     places = np.arange(13)
-    decoder.copy_slots(9 * SIZE + places, 33 * SIZE + places)
-    moved = Text(text.tokens, [5, 33])
-    assert torch.equal(run(decoder, [(moved, 29, 30)], depth)[-1][0], expected)
+    for depth in (2, source.architecture.layers):
+        expected = run(decoder, [(text, 0, 30)], depth)[-1][-1]
+        run(decoder, [(text, 0, 29)], depth)
+        decoder.copy_slots(9 * SIZE + places, 33 * SIZE + places)
+        moved = Text(text.tokens, [5, 33])
+        assert torch.equal(run(decoder, [(moved, 29, 30)], depth)[-1][0], expected)

@@ -31,8 +31,9 @@ class Recorder:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self.architecture, self.blocks, self.block_size = decoder.architecture, decoder.blocks, decoder.block_size
-        self.held: list[dict[int, list[int]]] = [{} for _ in range(self.architecture.layers)]
-        self.rows = [0] * self.architecture.layers
+        layers = self.architecture.layers + len(decoder.exit_layers)
+        self.held: list[dict[int, list[int]]] = [{} for _ in range(layers)]
+        self.rows = [0] * layers
 
     def embed(self, rows: Rows) -> torch.Tensor:
         return self._decoder.embed(rows)
@@ -70,10 +71,13 @@ SETTINGS: list[tuple[Any, ...]] = [
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("speculation", SETTINGS, ids=str)
-def test_a_layer_runs_once_for_a_token_that_survives(speculation: Sequence[Any], temperature: float, tiny_llm: Any) -> None:
+@pytest.mark.parametrize(("speculation", "own"), [*((one, False) for one in SETTINGS), *((one, True) for one in SETTINGS[1:4])], ids=str)
+def test_a_layer_runs_once_for_a_token_that_survives(
+    speculation: Sequence[Any], own: bool, temperature: float, block_heads: Path, tiny_llm: Any
+) -> None:
+    """The model's layers, and those that exits have to themselves."""
     # every sequence starts in a block of its own, which it keeps
-    llm: LLM = tiny_llm("float32", *speculation, prefix_caching=False, max_batch_rows=24)
+    llm: LLM = tiny_llm("float32", *speculation, prefix_caching=False, max_batch_rows=24, heads=block_heads if own else None)
     shard = llm.engine.executor.shard
     recorder = Recorder(shard.decoder)
     shard._round = Round(recorder, shard.levels, shard._round._choose)
@@ -83,10 +87,12 @@ def test_a_layer_runs_once_for_a_token_that_survives(speculation: Sequence[Any],
     texts = {tuple(one.prompt_ids) + tuple(one.choices[0].token_ids[:-1]) for one in done}  # the last token is never run
     counts = llm.engine.counts
     rejected = [count.seen - count.accepted for count in counts]
-    for layer in range(recorder.architecture.layers):
+    homes = [next(level for level, one in enumerate(shard.levels) if layer < one.depth) for layer in range(recorder.architecture.layers)]
+    asked = [*enumerate(homes), *((one.own, level) for level, one in enumerate(shard.levels) if one.own is not None)]
+    assert len(asked) == recorder.architecture.layers + own * (len(shard.levels) - 1)
+    for layer, level in asked:
         for text in texts:
             assert any(tuple(held[: len(text)]) == text for held in recorder.held[layer].values()), f"layer {layer} missed rows of a text"
-        level = next(level for level, one in enumerate(shard.levels) if layer < one.depth)
         survivors = sum(len(text) for text in texts)
         assert recorder.rows[layer] == counts[level].rows == survivors + sum(rejected[level:])
     if speculation[0] != "plain" and speculation[1] < 8:
@@ -151,11 +157,18 @@ def test_the_kernels_are_those_asked_for(default_source: Any, tiny_llm: Any) -> 
     assert isinstance(tiny_llm("float32", kernels="torch").engine.executor.shard.decoder, TorchDecoder)
 
 
-def test_the_pool_fills_the_memory_it_may_have(tiny_folder: Path) -> None:
-    settings = settings_of({"path": str(tiny_folder), "threads": 1}).model_dump()
-    settings["cache"] |= {"blocks": None, "memory_gib": 0.01}
-    llm = LLM(settings)
-    block = 2 * 8 * 2 * 16 * 16 * 2  # keys and values, layers, heads, head (8, padded to 16), positions, bytes
-    assert llm.engine.pool.blocks == int(0.01 * 2**30) // block
-    assert llm.engine.executor.shard.decoder.cache.nbytes == llm.engine.executor.shard.cache_bytes  # type: ignore[attr-defined]
-    assert isinstance(llm.engine.executor.shard, Shard)
+@pytest.mark.parametrize("own", [0, 7])
+def test_the_pool_fills_the_memory_it_may_have(own: int, block_heads: Path, tiny_folder: Path) -> None:
+    """own: layers that exits have to themselves."""
+    for kernels, head in (("native", 16), ("torch", 8)):  # a head of 8, which the native kernels pad
+        model = {"path": str(tiny_folder), "threads": 1, "kernels": kernels}
+        settings = settings_of(model, heads=block_heads if own else None).model_dump()
+        settings["cache"] |= {"blocks": None, "memory_gib": 0.01}
+        llm = LLM(settings)
+        block = 2 * (8 + own) * 2 * head * 16 * 2  # keys and values, layers, heads, head, positions, bytes
+        assert llm.engine.pool.blocks == int(0.01 * 2**30) // block
+        for shard in (llm.engine.executor.shard, LLM(settings, like=llm).engine.executor.shard):
+            decoder = shard.decoder
+            cache = decoder.cache if isinstance(decoder, NativeDecoder) else decoder.cache.pool  # type: ignore[attr-defined]
+            assert cache.nbytes == shard.cache_bytes == llm.engine.pool.blocks * block
+            assert isinstance(shard, Shard)

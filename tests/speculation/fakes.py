@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -42,13 +43,17 @@ class FakeModel:
     """A decoder of `say`. Each layer keeps the tokens that were written into its cache, and a hidden row is what the row read there.
 
     So a row that a segment missed, ran in the wrong order, or read from a wrong block gives another context, or none at all. Hidden
-    rows are `[R, 2]`: the context's number and the layers that the row has been through.
+    rows are `[R, 2]`: the context's number and the layer that the row goes to next. They are written in place, as a decoder may.
+
+    exit_layers: see `Decoder`. ran: rows that each layer has run.
     """
 
     block_size = SIZE
 
-    def __init__(self, say: Say) -> None:
+    def __init__(self, say: Say, exit_layers: dict[int, int] | None = None) -> None:
         self._say = say
+        self.exit_layers = exit_layers or {}
+        self.ran: Counter[int] = Counter()
         self._cache: dict[int, dict[int, int]] = {}
         self._contexts: list[tuple[int, ...]] = [()]
         self._numbers: dict[tuple[int, ...], int] = {(): 0}
@@ -57,24 +62,25 @@ class FakeModel:
         return torch.zeros(len(rows), 2, dtype=torch.float64)
 
     def run(self, first: int, last: int, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
-        assert (hidden[:, 1] == first).all(), "a row skipped a layer or went through one twice"
+        depth = next((depth for depth, own in self.exit_layers.items() if own == first), first)
+        assert (hidden[:, 1] == depth).all(), "a row skipped a layer or went through one twice"
         assert len(set(rows.slots.tolist())) == len(rows.slots), "two rows of a pass share a slot"
-        out = hidden.clone()
         for layer in range(first, last):
+            self.ran[layer] += len(rows)
             cache = self._cache.setdefault(layer, {})
             cache.update(zip(rows.slots.tolist(), rows.tokens[rows.slot_rows].tolist(), strict=True))
             for row in range(len(rows)):
                 table = rows.tables[rows.table[row]]
                 context = tuple(cache[int(table[at // SIZE]) * SIZE + at % SIZE] for at in range(int(rows.positions[row]) + 1))
-                assert layer == first or self._contexts[int(out[row, 0])] == context, "two layers of a segment hold different tokens"
-                out[row, 0] = self._numbers.setdefault(context, len(self._contexts))
+                assert layer == 0 or self._contexts[int(hidden[row, 0])] == context, "two layers hold different tokens"
+                hidden[row, 0] = self._numbers.setdefault(context, len(self._contexts))
                 if len(self._contexts) < len(self._numbers):
                     self._contexts.append(context)
-        out[:, 1] = last
-        return out
+        hidden[:, 1] = last
+        return hidden
 
     def logits(self, depth: int, hidden: torch.Tensor) -> torch.Tensor:
-        assert (hidden[:, 1] == depth).all(), "an exit reads a row of another depth"
+        assert (hidden[:, 1] == self.exit_layers.get(depth, depth - 1) + 1).all(), "an exit reads a row of another layer"
         return torch.tensor([self._say(self._contexts[int(number)], depth) for number in hidden[:, 0]], dtype=torch.float32)
 
     def empty_rows(self, count: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,6 +96,30 @@ def test_same_tokens_whoever_guesses_and_however_sure(hierarchy: str, guesser: s
     check_figures(levels, texts, steps)
     if looks_up:
         assert sum(result.levels[0].own for _, result in steps) > 0, "the lookup guessed nothing"
+
+
+@pytest.mark.parametrize("doubt", ["sure", "stops", "many branches"])
+@pytest.mark.parametrize("guesser", GUESSERS)
+@pytest.mark.parametrize("hierarchy", ["single, 3 drafts", "hispec, 2 drafts, window 4", "hispec, 4 drafts, window 6", "four levels"])
+def test_a_row_that_passes_an_exit_goes_through_its_layer_once(hierarchy: str, guesser: str, doubt: str) -> None:
+    """Whoever runs it: a draft, a deeper level, a prompt's chunk. The exit reads it there, and its own layers are what it costs more."""
+    looks_up, drafts = GUESSERS[guesser]
+    own = {depth: FULL + place for place, depth in enumerate((1, 2, 3))}
+    levels = [replace(level, own=own.get(level.depth)) for level in HIERARCHIES[hierarchy]]
+    levels = levels if drafts else levels[1:]
+    say = agreeing(OFTEN, FULL)
+    texts = [*mixed_texts(), Text(9, [1, 2, 3] * 6, 40, 0.3, 5)]
+    wanted = expected(say, texts)
+    model = FakeModel(say, own)
+    steps = finish(Round(model, levels, choose_torch, LookupDrafter(0.05) if looks_up else None, DOUBTS[doubt]), texts, levels)
+    assert [text.tokens for text in texts] == wanted
+    check_figures(levels, texts, steps)
+    counts = [sum(result.levels[place - len(levels)].rows for _, result in steps) for place in range(len(levels))]
+    assert [model.ran[level.own] for level in levels[:-1]] == counts[:-1]
+    assert model.ran.keys() == {*range(FULL), *(level.own for level in levels[:-1])}
+    if drafts:
+        guessing = [result.levels[-len(levels)] for _, result in steps]
+        assert sum(count.layers for count in guessing) == (levels[0].depth + 1) * sum(count.passes for count in guessing)
 
 
 def test_a_second_candidate_that_is_right_saves_a_pass() -> None:

@@ -99,7 +99,7 @@ def test_the_card_says_what_the_file_is_for(trained: Path, tiny_folder: Path, ow
     assert card.data == str(own_text)
     lines = [json.loads(line) for line in own_text.read_text().splitlines()]
     assert 0.8 < card.tokens / sum(len(line["ids"]) - line["learn_from"] for line in lines) < 1
-    heads = load_heads(trained, source.fingerprint(), needed=[2, 4], width=48, vocabulary=300, dtype=torch.float32)
+    heads = load_heads(trained, source.fingerprint(), needed=[2, 4], architecture=source.architecture, dtype=torch.float32)
     assert heads.vocabulary is not None
     assert len(heads.vocabulary) == card.vocabulary
     assert 259 <= len(heads.vocabulary) < 300
@@ -119,6 +119,48 @@ def test_the_engine_writes_the_same_text_with_trained_exits_and_guesses_better(t
     kept = {name: llm.engine.counts[1].accepted / llm.engine.counts[1].seen for name, llm in engines.items() if name != "plain"}
     assert kept["trained"] > kept["untrained"]
     assert engines["trained"].engine.counts[-1].passes < engines["untrained"].engine.counts[-1].passes
+
+
+def test_blocks_learn_to_say_what_the_full_depth_says(tiny_folder: Path, own_text: Path, tmp_path: Path) -> None:
+    """From the exit one layer deeper on; and the engine reads what was trained."""
+    from hispec_ray.training.exits import train_exits  # noqa: PLC0415
+
+    settings = {"model": str(tiny_folder), "data": (str(own_text),), "line_tokens": 64, "held_out": 0.1, "threads": 1}
+    begun, done = (
+        train_exits(ExitTrainingSettings(**settings, kind="block", exits=(2, 4), out=str(tmp_path / name), steps=steps, learning_rate=rate))
+        for name, steps, rate in (("begun", 1, 1e-12), ("done", 40, 3e-3))
+    )
+    before, card = read_card(begun).acceptance, read_card(done)
+    assert (card.kind, card.inner) == ("block", None)
+    assert card.acceptance[2] > before[2] + 0.05
+    assert card.acceptance[4] > before[4] + 0.05
+
+    engines = {name: llm_with(tiny_folder, path) for name, path in (("begun", begun), ("done", done))}
+    params = [SamplingParams(temperature=1.2, seed=seed, max_tokens=40) for seed in range(len(PROMPTS))]
+    texts = [[one.choices[0].token_ids for one in llm.generate(PROMPTS, params)] for llm in engines.values()]
+    assert texts[0] == texts[1]
+    kept = [llm.engine.counts[-1].accepted / llm.engine.counts[-1].seen for llm in engines.values()]
+    assert kept[1] > kept[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensor: tensor[:, :-1], "exits.2.block.qkv.weight has shape [80, 47]; the model asks for [80, 48]"),
+        (lambda tensor: None, "it has no exits.2.block.qkv.weight; expected one of shape [80, 48]"),
+    ],
+)
+def test_a_block_of_another_shape_is_refused_in_one_line(
+    change: Callable[[torch.Tensor], torch.Tensor | None], message: str, block_heads: Path, tiny_folder: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(block_heads)
+    changed = change(tensors.pop("exits.2.block.qkv.weight"))
+    path = tmp_path / "exits.safetensors"
+    save_file(tensors | ({} if changed is None else {"exits.2.block.qkv.weight": changed.contiguous()}), path)
+    shutil.copyfile(card_path(block_heads), card_path(path))
+    with pytest.raises(ValueError, match="exits") as refused:
+        llm_with(tiny_folder, path)
+    assert str(refused.value) == f"speculation.exits.heads is '{path}': {message}"
 
 
 DEPLOYMENT = """
@@ -235,8 +277,9 @@ def test_the_same_command_goes_on_and_another_is_refused(words: Words, tmp_path:
         (["--exits", "4,2"], "exits is 4,2; they must ascend"),
         (["--exits", "2,8"], "exits is 2,8; each must be from 1 to 7 (the model has 8 layers)"),
         (["--recipe", "tails"], "recipe is 'tails'; it must be 'heads' or 'layerskip'"),
-        (["--kind", "cubic"], "kind is 'cubic'; it must be 'linear' or 'mlp'"),
+        (["--kind", "cubic"], "kind is 'cubic'; it must be 'linear', 'mlp' or 'block'"),
         (["--kind", "linear", "--inner", "9"], "inner is 9 and kind is 'linear'; it goes with 'mlp' alone"),
+        (["--kind", "block", "--inner", "9"], "inner is 9 and kind is 'block'; it goes with 'mlp' alone"),
         (["--lora-rank", "4"], "lora_rank is 4 and recipe is 'heads'; it goes with the other recipe alone"),
         (["--recipe", "layerskip", "--vocabulary", "40"], "vocabulary is 40 and recipe is 'layerskip'; it goes with"),
         (["--zero", "4"], "zero is 4; it must be 1, 2 or 3"),

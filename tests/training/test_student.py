@@ -12,7 +12,7 @@ from model.tiny import FAMILIES, make_checkpoint
 from transformers import AutoModelForCausalLM
 
 from hispec_ray.model.heads import ExitNetwork
-from hispec_ray.training.student import IGNORED, LOGITS_AT_ONCE, ExitStudent, layers_to_drop
+from hispec_ray.training.student import IGNORED, LOGITS_AT_ONCE, ExitStudent, layers_to_drop, next_layer
 
 VOCABULARY = torch.arange(0, 300, 3)
 
@@ -58,18 +58,41 @@ def test_an_exit_is_compared_with_the_full_depth_of_its_own_model(family: str, t
     assert int(scores.agreement[0]) == int((early.argmax(-1) == full.argmax(-1)).sum())
 
 
-@pytest.mark.parametrize("family", ["llama2", "opt"])
-def test_heads_leave_the_backbone_without_gradients(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exit_with_a_block_begins_as_the_exit_one_layer_deeper(family: str, tmp_path: Path) -> None:
     model = model_of(family, tmp_path)
-    student = ExitStudent(model, [1, 2], networks=networks(model.config.hidden_size), vocabulary=VOCABULARY)
+    blocks = [next_layer(model, depth) for depth in (1, 3)]
+    deeper = ExitStudent(model, [2, 4])(*batch())[1]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    student = ExitStudent(model, [1, 3], blocks=blocks)
+    torch.testing.assert_close(parts(student(*batch())[1]), parts(deeper))
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.mul_(1.1)
+    changed = student(*batch())[1]
+    assert (changed.divergence[0] - deeper.divergence[0]).abs() > 1e-3
+    torch.testing.assert_close(changed.text, deeper.text)  # the full depth is as it was
+
+
+def exits_of(model: Any, kind: str) -> dict[str, Any]:
+    return {"blocks": [next_layer(model, 1), next_layer(model, 2)]} if kind == "block" else {"networks": networks(model.config.hidden_size)}
+
+
+@pytest.mark.parametrize("kind", ["mlp", "block"])
+@pytest.mark.parametrize("family", ["llama2", "opt"])
+def test_heads_leave_the_backbone_without_gradients(family: str, kind: str, tmp_path: Path) -> None:
+    model = model_of(family, tmp_path)
+    student = ExitStudent(model, [1, 2], **exits_of(model, kind), vocabulary=VOCABULARY)
     student.train()
     assert not model.training
     loss, _ = student(*batch(), text_weight=0.0)
     loss.backward()
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(parameter.grad.abs().sum() > 0 for parameter in student.parameters())
-    assert {name.split(".")[0] for name, _ in student.named_parameters()} == {"networks"}
-    assert {name.split(".")[0] for name in student.state_dict()} == {"networks"}
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in student.parameters())
+    assert all(parameter.grad.abs().sum() > 0 for name, parameter in student.named_parameters() if "k_proj.bias" not in name)
+    place = "blocks" if kind == "block" else "networks"
+    assert {name.split(".")[0] for name, _ in student.named_parameters()} == {place}
+    assert {name.split(".")[0] for name in student.state_dict()} == {place}
 
 
 def test_agreement_is_with_the_choice_among_all_ids_and_the_divergence_over_the_vocabulary(tmp_path: Path) -> None:
@@ -113,10 +136,11 @@ def parts(scores: Any) -> list[torch.Tensor]:
     return [scores.tokens, scores.text, scores.divergence, scores.agreement]
 
 
-def test_a_bf16_backbone_takes_fp32_networks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["mlp", "block"])
+def test_a_bf16_backbone_takes_fp32_networks(kind: str, tmp_path: Path) -> None:
     for family in ("llama2", "opt"):
         model = model_of(family, tmp_path / family, torch.bfloat16)
-        student = ExitStudent(model, [1, 2], networks=networks(model.config.hidden_size), vocabulary=VOCABULARY)
+        student = ExitStudent(model, [1, 2], **exits_of(model, kind), vocabulary=VOCABULARY)
         loss, _ = student(*batch(), text_weight=0.0)
         loss.backward()
         assert {parameter.dtype for parameter in student.parameters()} == {torch.float32}

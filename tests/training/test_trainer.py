@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from hispec_ray.model.heads import ExitNetwork
 from hispec_ray.training.data import Line, TextBatches, micro_batches
-from hispec_ray.training.student import ExitStudent
+from hispec_ray.training.student import ExitStudent, next_layer
 from hispec_ray.training.trainer import Report, TrainingSettings, train
 
 STEPS = 6
@@ -34,6 +34,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def student_of(checkpoint: Path, recipe: str) -> ExitStudent:
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    if recipe == "blocks":
+        return ExitStudent(model, [1, 2], blocks=[next_layer(model, depth) for depth in (1, 2)])
     networks = [ExitNetwork(model.config.hidden_size, "mlp", 32) for _ in range(2)] if recipe == "heads" else None
     return ExitStudent(model, [1, 2], networks=networks)
 
@@ -47,6 +49,7 @@ def batches_of(count: int = 48, held_out: int = 5) -> TextBatches:
 def settings_of(recipe: str, zero: int, **others: Any) -> TrainingSettings:
     recipes = {
         "heads": {"text_weight": 0.0, "learning_rate": 1e-2, "micro_lines": 2},
+        "blocks": {"text_weight": 0.0, "learning_rate": 1e-2, "micro_lines": 2},
         "layerskip": {"layer_dropout": 0.5, "learning_rate": 2e-3, "micro_lines": 4},
     }
     values = {"steps": STEPS, "lines_per_step": 8, "report_every": 1, "zero_stage": zero, **recipes[recipe]}
@@ -108,7 +111,7 @@ def test_two_processes_give_the_curve_of_one(recipe: str, zero: int, two_process
         torch.testing.assert_close(left, weights(student), atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize(("recipe", "zero"), [("heads", 1), ("heads", 3), ("layerskip", 2), ("layerskip", 3)])
+@pytest.mark.parametrize(("recipe", "zero"), [("heads", 1), ("heads", 3), ("blocks", 3), ("layerskip", 2), ("layerskip", 3)])
 def test_a_training_that_goes_on_equals_one_that_never_stopped(recipe: str, zero: int, checkpoint: Path, tmp_path: Path) -> None:
     whole, student = curve(checkpoint, recipe, zero, tmp_path / "whole", save_every=2)
 
