@@ -485,7 +485,7 @@ class Round:
 
     def _shape(self, segment: int, states: list[_Sequence]) -> list[tuple[int, int]]:
         """What the segment has not run: for each sequence, its first token and the number of its branches."""
-        return [(s.marks[segment], sum(b.ran <= segment for b in s.branches)) for s in states]
+        return [(s.marks[segment], sum(b.ran <= segment for b in s.branches) if s.branches else 0) for s in states]
 
     def _rows(self, segment: int, states: list[_Sequence]) -> tuple[Rows, list[int]]:
         """The rows that the segment has not run, each sequence's tokens and then its branches, and their places among the held rows."""

@@ -23,12 +23,14 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 class Costs:
     """Seconds. layers[l]: of layer l by rows; heads[depth]: of an exit's head and choice by rows; guesses[depth]: of one guess of a run.
 
+    own: by depth, the layers that exits have to themselves, see `Decoder`.
     a_pass: of what every pass of a level costs besides; a_round: of what every round costs besides.
     """
 
     layer: Cost = field(default_factory=Cost)
     heads: dict[int, Cost] = field(default_factory=dict)
     guesses: dict[int, Cost] = field(default_factory=dict)
+    own: dict[int, int] = field(default_factory=dict)
     a_pass: float = 0.0
     a_round: float = 0.0
 
@@ -40,7 +42,7 @@ def measure(llm: LLM, depths: Sequence[int], choose: Choose, *, context: int, ro
     """
     decoder = llm.engine.executor.shard.decoder
     layers = decoder.architecture.layers
-    costs = Costs()
+    costs = Costs(own=dict(decoder.exit_layers))
     size = decoder.block_size
     table = np.arange(min(decoder.blocks, -(-(context + 64) // size)), dtype=np.int64)[None]
     context = min(context, table.size * size - max(rows) - 16)

@@ -68,9 +68,11 @@ def listen(llm: LLM, recordings: Sequence[Recording], depths: Sequence[int], cho
             for depth in stops:
                 hidden = decoder.run(first, depth, hidden, rows)
                 first = depth
+                own = decoder.exit_layers.get(depth)
+                read = hidden if own is None else decoder.run(own, own + 1, hidden.clone(), rows)
                 if heard.any():
                     at = positions[heard] + 1
-                    logits = decoder.logits(depth, hidden[torch.from_numpy(heard)])
+                    logits = decoder.logits(depth, read[torch.from_numpy(heard)])
                     law = ([recording.temperature] * len(at), [recording.seed] * len(at), at.tolist())
                     parts[depth].append(choose(logits, *law, decoder.vocabulary(depth)))
         for depth, found in parts.items():

@@ -123,7 +123,7 @@ def replay(speculation: SpeculationSettings, recordings: Sequence[Recording], co
     totals: list[LevelCounts] = []
     for number, recording in enumerate(recordings):
         stage = _Stage(recording, costs, layers)
-        round_ = round_for(fixed, stage, layers, stage.choose, drafter)
+        round_ = round_for(fixed, stage, layers, stage.choose, drafter, costs.own)
         totals = totals or [LevelCounts() for _ in round_.sources]
         known = recording.prompt + 1
         blocks = tuple(range((len(recording.tokens) + window) // _SIZE + 1))
