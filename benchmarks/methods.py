@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -66,44 +67,39 @@ def label(method: str, drafter: str) -> str:
 
 
 def measure(
-    llms: Mapping[str, LLM], items: Sequence[Item], batch: int, temperature: float, max_tokens: int, runs: int, progress: Progress
+    makers: Mapping[str, Callable[[], LLM]],
+    items: Sequence[Item],
+    batch: int,
+    temperature: float,
+    max_tokens: int,
+    runs: int,
+    progress: Progress,
 ) -> dict[str, Cell]:
-    """Let every method decode the items in turn, `runs` times, after one turn that does not count."""
-    cells = {name: Cell() for name in llms}
-    task = progress.add_task("", total=(runs + 1) * len(llms))
+    """Let every method decode the items in turn, `runs` times, after one turn that does not count.
+
+    Each turn has a fresh engine: what a lookup remembers of the same prompts would be no measure.
+    """
+    cells = {name: Cell() for name in makers}
+    task = progress.add_task("", total=(runs + 1) * len(makers))
     for turn in range(runs + 1):
-        for name, llm in llms.items():
+        for name, make in makers.items():
             progress.update(task, description=f"batch {batch}, temperature {temperature}: {name}")
-            before = [LevelCounts() for _ in llm.engine.counts]
-            for total, counts in zip(before, llm.engine.counts, strict=True):
-                total.add(counts)
-            answers: list[list[int]] = []
-            seconds = 0.0
+            llm, cell = make(), cells[name]
+            seconds, cell.answers = 0.0, []
             for first in range(0, len(items), batch):
                 part = items[first : first + batch]
                 prompts = [encoded(llm, item, max_tokens) for item in part]
                 params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=first + i) for i in range(len(part))]
                 spent, answered = decode(llm, prompts, params)
                 seconds += spent
-                answers += answered
-            cell = cells[name]
-            tokens = sum(len(answer) - 1 for answer in answers)
+                cell.answers += answered
+            cell.tokens = sum(len(answer) - 1 for answer in cell.answers)
+            cell.counts = llm.engine.counts
             if turn:
-                cell.speeds.append(tokens / seconds)
-            cell.answers, cell.tokens = answers, tokens
-            cell.counts = [since(now, then) for now, then in zip(llm.engine.counts, before, strict=True)]
+                cell.speeds.append(cell.tokens / seconds)
             progress.advance(task)
     progress.remove_task(task)
     return cells
-
-
-def since(now: LevelCounts, then: LevelCounts) -> LevelCounts:
-    places = [0] * (len(now.seen_at) - len(then.seen_at))
-    return LevelCounts(
-        now.passes - then.passes, now.layers - then.layers, now.rows - then.rows, now.seen - then.seen, now.accepted - then.accepted,
-        now.own - then.own, [a - b for a, b in zip(now.seen_at, then.seen_at + places, strict=True)],
-        [a - b for a, b in zip(now.accepted_at, then.accepted_at + places, strict=True)],
-    )  # fmt: skip
 
 
 def encoded(llm: LLM, item: Item, max_tokens: int) -> tuple[int, ...]:
@@ -178,8 +174,8 @@ def main() -> None:
         )  # fmt: skip
         progress.remove_task(task)
         plans = contestants(tuning)
-        llms = {
-            name: LLM(settings.model_copy(update={"speculation": with_heads(plan, asked.heads)}), like=reader)
+        makers = {
+            name: partial(LLM, settings.model_copy(update={"speculation": with_heads(plan, asked.heads)}), like=reader)
             for name, plan in plans.items()
         }
         results: dict[tuple[str, int, float], dict[str, Cell]] = {}
@@ -187,7 +183,7 @@ def main() -> None:
             for batch in BATCHES:
                 for temperature in TEMPERATURES if not asked.quick else TEMPERATURES[:1]:
                     results[data.name, batch, temperature] = measure(
-                        llms, halves[data.name][1], batch, temperature, max_tokens, runs, progress
+                        makers, halves[data.name][1], batch, temperature, max_tokens, runs, progress
                     )
     outcome = Outcome(plans, results)
     found = lines(outcome, sets, {name: half for name, (_, half) in halves.items()}, reader)

@@ -133,7 +133,7 @@ def predict(
 
 
 class Bench:
-    """Engines for plans, one each, that decode the same prompts one after the other."""
+    """Runs plans over the same prompts, on engines that share their weights."""
 
     def __init__(
         self,
@@ -150,15 +150,13 @@ class Bench:
         self._prompts = prompts
         self._params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=number) for number in range(len(prompts))]
         self._batch = batch
-        self._llms: dict[SpeculationSettings, LLM] = {}
 
     def llm(self, speculation: SpeculationSettings) -> LLM:
-        if speculation not in self._llms:
-            heads = self._settings.speculation.exits.heads
-            exits = speculation.exits.model_copy(update={"heads": heads})
-            settings = self._settings.model_copy(update={"speculation": speculation.model_copy(update={"exits": exits})})
-            self._llms[speculation] = LLM(settings, like=next(iter(self._llms.values()), self._like))
-        return self._llms[speculation]
+        """Return a fresh engine for a plan: what a lookup remembers of the same prompts would be no measure."""
+        exits = speculation.exits.model_copy(update={"heads": self._settings.speculation.exits.heads})
+        llm = LLM(self._settings.model_copy(update={"speculation": speculation.model_copy(update={"exits": exits})}), like=self._like)
+        self._like = self._like or llm
+        return llm
 
     def run(self, speculation: SpeculationSettings) -> tuple[float, list[list[int]]]:
         """Decode all prompts, a batch at a time; return tokens a second after each batch's first ones, and the token ids."""
