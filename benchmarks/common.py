@@ -18,7 +18,7 @@ console = Console()
 def parser(description: str, name: str) -> argparse.ArgumentParser:
     """Return a parser with the options that every benchmark takes."""
     options = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
-    options.add_argument("--quick", action="store_true", help="a smaller run, under a minute")
+    options.add_argument("--quick", action="store_true", help="a smaller run, a minute or two")
     options.add_argument("--threads", type=int, default=None, help="CPU threads of the model (default: every core)")
     options.add_argument("--out", type=Path, default=Path("benchmarks/out"), help="folder of the figure and the JSON file")
     return options

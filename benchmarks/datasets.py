@@ -43,19 +43,15 @@ def abacus_problems(count: int, seed: int = 1) -> DataSet:
 
 
 def from_folder(folder: Path) -> list[DataSet]:
-    """One data set for each `*.jsonl` file. Raises ValueError where there is none."""
+    """One data set for each `*.jsonl` file; raises as `prompts.records`."""
     found = []
-    for path in sorted(folder.glob("*.jsonl")):
-        records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    for name, records in prompts.records(folder).items():
         items = []
-        for record in records:
-            text = record.get("prompt") or record.get("question") or next(iter(record.get("turns", [])), "")
+        for text, record in records:
             answer = str(record.get("answer", "")).replace(",", "")
-            items.append(Item(str(text), int(answer) if re.fullmatch(r"-?\d+", answer) else None, raw="entry_point" in record))
+            items.append(Item(text, int(answer) if re.fullmatch(r"-?\d+", answer) else None, raw="entry_point" in record))
         if items:
-            found.append(DataSet(path.stem, [item for item in items if item.prompt], last_number))
-    if not found:
-        raise ValueError(f"--data is {folder}; it must be a folder with .jsonl files whose records have prompt, question or turns")
+            found.append(DataSet(name, items, last_number))
     return found
 
 

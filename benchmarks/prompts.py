@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 _SUBJECTS = (
     "the sea", "a lighthouse", "prime numbers", "a train to the north", "bread", "the moon", "a small garden", "winter",
@@ -40,19 +41,26 @@ def mixed(count: int, seed: int = 0) -> list[str]:
     return prompts
 
 
-def from_folder(folder: Path, count: int, seed: int = 0) -> list[str]:
-    """Return `count` prompts spread evenly over the folder's `*.jsonl` files.
+def records(folder: Path) -> dict[str, list[tuple[str, dict[str, Any]]]]:
+    """Return, by the file's stem, the records of each of the folder's `*.jsonl` files that have a text, each behind its text.
 
     A record's text is its `prompt`, `question` or first of `turns`. Raises ValueError when there is none.
     """
-    sets: list[list[str]] = []
+    found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for path in sorted(folder.glob("*.jsonl")):
-        records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-        texts = [str(r.get("prompt") or r.get("question") or next(iter(r.get("turns", [])), "")) for r in records]
-        random.Random(seed).shuffle(texts)
-        sets.append([text for text in texts if text])
-    if not any(sets):
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        texts = [(str(r.get("prompt") or r.get("question") or next(iter(r.get("turns", [])), "")), r) for r in lines]
+        found[path.stem] = [(text, record) for text, record in texts if text]
+    if not any(found.values()):
         raise ValueError(f"--data is {folder}; it must be a folder with .jsonl files whose records have prompt, question or turns")
+    return found
+
+
+def from_folder(folder: Path, count: int, seed: int = 0) -> list[str]:
+    """Return `count` prompts spread evenly over the folder's `*.jsonl` files; raises as `records`."""
+    sets = [[text for text, _ in found] for found in records(folder).values()]
+    for texts in sets:
+        random.Random(seed).shuffle(texts)
     prompts: list[str] = []
     while len(prompts) < count and any(sets):
         for texts in sets:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 ABACUS_MODEL = "abacus"
-"""A model of 7 million parameters that solves word problems, part of this package: for tests, benchmarks and first steps."""
+"""A model of 7 million parameters for word problems, part of this package: for tests, benchmarks and first steps."""
 
 Positive = Annotated[int, Field(ge=1)]
 

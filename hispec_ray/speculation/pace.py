@@ -104,6 +104,7 @@ class Pace:
         self._drafts = drafts
         self._bottom = 1 if drafts else 0
         self._none = tuple(0 for _ in windows)
+        self._options = self._every_option()
         self.segments = [Cost() for _ in windows]
         self.heads = [Cost() for _ in windows]
         self.guess = Cost()
@@ -161,11 +162,11 @@ class Pace:
             if len(self._choices) > _MOST_CHOICES:
                 self._choices.clear()
             self._choices[key] = max(
-                (plain * _series(shares[-1], windows[-1]) / self.seconds(batch, shares, windows), windows) for windows in self._options()
+                (plain * _series(shares[-1], windows[-1]) / self.seconds(batch, shares, windows), windows) for windows in self._options
             )
         return self._choices[key]
 
-    def _options(self) -> list[tuple[int, ...]]:
+    def _every_option(self) -> list[tuple[int, ...]]:
         options: list[tuple[int, ...]] = [self._none[: self._bottom]]
         for most in self._windows[self._bottom :]:
             steps = sorted({1, 2, 3, 4, 6, 8, 12, most})

@@ -177,7 +177,7 @@ def next_layer(backbone: Any, depth: int) -> nn.Module:
     return layer.float().requires_grad_()
 
 
-def layers_to_drop(layers: int, rate: float, exits: Sequence[int], generator: torch.Generator) -> frozenset[int]:
+def layers_to_drop(layers: int, rate: float, generator: torch.Generator) -> frozenset[int]:
     """Draw the layers that a batch skips: layer l of L with probability rate * (2^(l / (L - 1)) - 1), as LayerSkip has it.
 
     The same draw on every rank, for a generator seeded by the step.

@@ -158,7 +158,7 @@ class _Loop:
     def _step(self, step: int, agreement: bool) -> tuple[Scores, float]:
         settings = self.settings
         generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + step)
-        dropped = layers_to_drop(self.layers, settings.layer_dropout, self.engine.module.exits, generator)
+        dropped = layers_to_drop(self.layers, settings.layer_dropout, generator)
         parts = micro_batches(self.batches.batch(step), self.accumulation * self.world)
         tokens = sum(int((targets >= 0).sum()) for _, targets in parts)
         scale = self.world * self.accumulation / tokens  # DeepSpeed divides by both

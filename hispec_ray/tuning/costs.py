@@ -21,7 +21,7 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 @dataclass(slots=True)
 class Costs:
-    """Seconds. layers[l]: of layer l by rows; heads[depth]: of an exit's head and choice by rows; guesses[depth]: of one guess of a run.
+    """Seconds. layer: of one layer by rows; heads[depth]: of an exit's head and choice by rows; guesses[depth]: of one guess of a run.
 
     own: by depth, the layers that exits have to themselves, see `Decoder`.
     a_pass: of what every pass of a level costs besides; a_round: of what every round costs besides.

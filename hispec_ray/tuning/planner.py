@@ -26,8 +26,6 @@ GRID: dict[str, tuple[int | float, ...]] = {
 """The values that a plan's numbers may take."""
 _BRANCH_BELOW = 1.0
 
-Report = Callable[[str], None]
-
 
 @dataclass(slots=True)
 class Plan:
@@ -133,7 +131,7 @@ def predict(
 
 
 class Bench:
-    """Runs plans over the same prompts, on engines that share their weights."""
+    """Runs plans over the same prompts, on engines that share the weights of `like`. settings: without a prefix cache."""
 
     def __init__(
         self,
@@ -141,41 +139,33 @@ class Bench:
         prompts: Sequence[Sequence[int]],
         max_tokens: int,
         temperature: float,
-        *,
-        batch: int = 1,
-        like: LLM | None = None,
+        like: LLM,
     ) -> None:
         self._like = like
-        self._settings = settings.model_copy(update={"cache": settings.cache.model_copy(update={"prefix_caching": False})})
+        self._settings = settings
         self._prompts = prompts
         self._params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=number) for number in range(len(prompts))]
-        self._batch = batch
 
     def llm(self, speculation: SpeculationSettings) -> LLM:
         """Return a fresh engine for a plan: what a lookup remembers of the same prompts would be no measure."""
         exits = speculation.exits.model_copy(update={"heads": self._settings.speculation.exits.heads})
-        llm = LLM(self._settings.model_copy(update={"speculation": speculation.model_copy(update={"exits": exits})}), like=self._like)
-        self._like = self._like or llm
-        return llm
+        return LLM(self._settings.model_copy(update={"speculation": speculation.model_copy(update={"exits": exits})}), like=self._like)
 
-    def run(self, speculation: SpeculationSettings) -> tuple[float, list[list[int]]]:
-        """Decode all prompts, a batch at a time; return tokens a second after each batch's first ones, and the token ids."""
+    def run(self, speculation: SpeculationSettings) -> float:
+        """Decode all prompts one by one; return tokens a second after each one's first."""
         llm = self.llm(speculation)
         seconds, tokens = 0.0, 0
-        answers: list[list[int]] = []
-        for first in range(0, len(self._prompts), self._batch):
-            part = slice(first, first + self._batch)
-            spent, answered = decode(llm, self._prompts[part], self._params[part])
+        for prompt, param in zip(self._prompts, self._params, strict=True):
+            spent, (answer,) = decode(llm, [prompt], [param])
             seconds += spent
-            tokens += sum(len(answer) - 1 for answer in answered)
-            answers += answered
-        return tokens / seconds, answers
+            tokens += len(answer) - 1
+        return tokens / seconds
 
     def compare(self, plans: Sequence[SpeculationSettings], runs: int) -> list[list[float]]:
         """Run plans in turn (A B C A B C ...), after one run of each that does not count; return each one's tokens a second."""
         for plan in plans:
             self.run(plan)
-        return [list(speeds) for speeds in zip(*([self.run(plan)[0] for plan in plans] for _ in range(runs)), strict=True)]
+        return [list(speeds) for speeds in zip(*([self.run(plan) for plan in plans] for _ in range(runs)), strict=True)]
 
 
 def decode(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> tuple[float, list[list[int]]]:

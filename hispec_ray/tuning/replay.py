@@ -28,7 +28,7 @@ class _Stage:
     block_size = _SIZE
 
     def __init__(self, recording: Recording, costs: Costs, layers: int) -> None:
-        self.recording, self.costs, self.layers = recording, costs, layers
+        self.recording, self.costs = recording, costs
         self.seconds = 0.0
         self._good = recording.prompt  # positions of the recorded text that stand in the cache, from the first
         self._tokens: dict[int, int] = {}  # by slot

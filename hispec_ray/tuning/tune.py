@@ -91,7 +91,7 @@ def tune(
     plans = predict(recordings, costs, layers, starts, lambda done: tell("predicting plans", done, len(starts)))
     best = _varied([plan for plan in plans if plan.speculation.method != "plain"], checks)
     tell("running the best", 0, 1)
-    checked = [Plan(PLAIN, replay(PLAIN, recordings, costs, layers)[0]), *best]
+    checked = [next(plan for plan in plans if plan.speculation == PLAIN), *best]
     for plan, speeds in zip(checked, bench.compare([plan.speculation for plan in checked], runs), strict=True):
         plan.measured = statistics.median(speeds)
     fastest = max(checked, key=lambda plan: plan.measured or 0.0)
@@ -149,7 +149,7 @@ def draw(tuning: Tuning, path: Path) -> None:
     base = next((plan.speculation for plan in tuning.plans if plan.speculation.method == "hispec"), None)
     if base is not None:
         rows, columns = GRID["draft_tokens"], GRID["window"]
-        plain = replay(PLAIN, tuning.recordings, tuning.costs, layers)[0]
+        plain = next(plan.predicted for plan in tuning.plans if plan.speculation == PLAIN)
         surface = [
             [
                 replay(base.model_copy(update={"draft_tokens": d, "window": w}), tuning.recordings, tuning.costs, layers)[0] / plain
