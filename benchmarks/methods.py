@@ -48,13 +48,13 @@ def contestants(tuning: Tuning) -> dict[str, SpeculationSettings]:
     for method, drafter in FAMILIES:
         plan = next((p for p in tuning.plans if (p.speculation.method, p.speculation.drafter) == (method, drafter)), None)
         if plan is not None:
-            found[label(method, drafter)] = plan.speculation.model_copy(update={"pace": "auto"})
+            found[label(method, drafter)] = plan.speculation
     hierarchical = [p for p in tuning.plans if p.speculation.method == "hispec"]
     if hierarchical:
         best = hierarchical[0].speculation
         other = {"branches": 0, "branch_below": 0.0} if best.branches else {"branches": 2, "branch_below": 1.0}
         name = f"{label(best.method, best.drafter)}, {'no branches' if best.branches else 'branches'}"
-        found[name] = best.model_copy(update={**other, "pace": "auto"})
+        found[name] = best.model_copy(update=other)
     return found
 
 

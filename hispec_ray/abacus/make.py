@@ -26,10 +26,11 @@ from hispec_ray.training.trainer import TrainingSettings, train
 EXITS = (2, 4, 6)
 POSITIONS = 512
 SETTINGS = TrainingSettings(
-    steps=3000,
+    steps=1800,
     lines_per_step=16,
     micro_lines=8,
     learning_rate=2e-3,
+    warmup=1 / 30,
     layer_dropout=0.1,
     exit_weight=0.5,
     save_every=100,
@@ -39,7 +40,7 @@ SETTINGS = TrainingSettings(
 
 
 class ProblemBatches:
-    """Problems drawn anew for every step; in the first fifth of the training their number of steps grows from 1 to 5."""
+    """Problems drawn anew for every step; in the first third of the training their number of steps grows from 1 to 5."""
 
     def __init__(self, tokenizer: Any, settings: TrainingSettings) -> None:
         self._tokenizer = tokenizer
@@ -47,7 +48,7 @@ class ProblemBatches:
 
     def batch(self, step: int) -> Sequence[Line]:
         rng = random.Random(f"abacus {self._settings.seed} {step}")
-        most = min(MOST_STEPS, 1 + int(5 * MOST_STEPS * step / self._settings.steps))
+        most = min(MOST_STEPS, 1 + int(3 * MOST_STEPS * step / self._settings.steps))
         drawn = (make(rng, rng.randint(1, most)) for _ in itertools.count())
         return [self._line(problem) for problem in itertools.islice((p for p in drawn if not held_out(p)), self._settings.lines_per_step)]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -49,7 +50,7 @@ def levels_for(speculation: SpeculationSettings, layers: int, own: Mapping[int, 
 def drafter_for(speculation: SpeculationSettings) -> Drafter | None:
     """Return the drafter that is no exit, where the settings want one."""
     looks_up = speculation.method != "plain" and speculation.drafter != "exit"
-    return LookupDrafter(speculation.lookup_confidence) if looks_up else None
+    return LookupDrafter() if looks_up else None
 
 
 def round_for(
@@ -59,10 +60,12 @@ def round_for(
     choose: Choose,
     drafter: Drafter | None,
     own: Mapping[int, int] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Round:
     """Return the round of the method: its levels, what they do where they are unsure, and its pace. own: see `levels_for`."""
     doubt = Doubt(speculation.stop_below, speculation.branch_below, speculation.branches)
-    return Round(model, levels_for(speculation, layers, own), choose, drafter, doubt, paced=speculation.pace == "auto")
+    levels, paced = levels_for(speculation, layers, own), speculation.pace == "auto"
+    return Round(model, levels, choose, drafter, doubt, confidence=speculation.lookup_confidence, paced=paced, clock=clock)
 
 
 class Shard:

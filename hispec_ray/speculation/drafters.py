@@ -1,12 +1,13 @@
 """Guesses that cost no layer: what followed the same words before, in this text or in others.
 
-Sources, for n-grams of several lengths that end the text so far: what followed the n-gram when this text last had it (prompt lookup;
-Saxena 2023), and when any text of this process last had it. And after a single token, the full depth's own first and second choice
+Candidates come from n-grams of several lengths that end the text so far: what followed them when this text last had them (prompt lookup;
+Saxena 2023), and when any text of this process last had them. And after a single token, the full depth's own first and second choice
 when it last stood there (token recycling; arXiv 2408.08696, with two candidates and a chain in place of its tree).
 
-At every token that the full depth writes, each source is held against it, whether it was asked or not; so its share of right
-guesses is known for this very text, and recovers when the text does. The drafter takes the source with the largest share, and
-guesses on while the product of the shares is above a threshold. Whatever it guesses, the levels above keep the text right.
+A candidate's confidence is counted, not assumed: it is how often candidates of its kind were right. A kind is the longest n-gram of this
+text that speaks for the token, the longest of other texts, its rank after the last token, and how well this text was foretold lately.
+Every token that the full depth writes is held against all candidates, whether they were asked for or not; so confidence follows
+the text down and up again. Whatever is guessed, the levels above keep the text right.
 """
 
 from __future__ import annotations
@@ -17,13 +18,18 @@ from typing import NamedTuple, Protocol
 from hispec_ray.core.plan import StepPlan
 
 LENGTHS = (6, 4, 3, 2)
-"""Lengths of the n-grams."""
+"""Lengths of the n-grams, longest first."""
 
-_SOURCES = 2 * len(LENGTHS) + 1  # this text by n-gram, other texts by n-gram, after the last token
-_SLOW, _FAST = 0.99, 0.9
-"""What a share keeps at every new token: over all texts, and within one."""
-_START = 0.5
-"""A share before there was anything to hold it against."""
+_RANKS = 3
+_FORTUNES = 4  # grades of how well a text was foretold lately
+_FORTUNE_STEP = 0.1
+_KINDS = (len(LENGTHS) + 1) ** 2 * _RANKS
+_START = 0.4
+"""Confidence in a kind of candidates that was never seen."""
+_WEIGHT = 20.0
+"""How many candidates of a finer kind it takes to believe it as much as the coarser one that it is part of."""
+_MEMORY = 100
+"""Candidates of a kind after which older ones fade."""
 
 
 class Guess(NamedTuple):
@@ -39,39 +45,69 @@ class Drafter(Protocol):
     def begin(self, plan: StepPlan) -> None:
         """Take note of the plan's new tokens, histories and endings."""
 
-    def propose(self, id: int, tentative: Sequence[int], most: int) -> list[Guess]:
-        """Return up to `most` guesses of what follows the sequence's text and its tentative tokens; none where it is not confident."""
+    def propose(self, id: int, tentative: Sequence[int], most: int, least: float, each: float = 0.0) -> list[Guess]:
+        """Return up to `most` guesses of what follows the sequence's text and its tentative tokens.
+
+        A guess is made while it and those before it are all right with a probability of at least `least`, and it is, given them, of
+        at least `each`.
+        """
 
     def committed(self, id: int, tokens: Sequence[int], seconds: Sequence[int]) -> None:
         """Take note of what the full depth has written, and of its second choice at each of these tokens."""
 
 
+class _Confidence:
+    """How often candidates of each kind were right: of the coarse kinds, and of each in every fortune."""
+
+    def __init__(self) -> None:
+        self._counts = [0.0] * (_KINDS * (_FORTUNES + 1))
+        self._shares = [_START] * (_KINDS * (_FORTUNES + 1))
+
+    def of(self, kind: int, fortune: int) -> float:
+        fine = _KINDS + kind * _FORTUNES + fortune
+        count, coarse = self._counts[fine], self._counts[kind]
+        share = (self._shares[kind] * coarse + _START * _WEIGHT) / (coarse + _WEIGHT)
+        return (self._shares[fine] * count + share * _WEIGHT) / (count + _WEIGHT)
+
+    def learn(self, kind: int, fortune: int, right: bool) -> None:
+        for at in (kind, _KINDS + kind * _FORTUNES + fortune):
+            self._counts[at] = count = min(self._counts[at] + 1, _MEMORY)
+            self._shares[at] += (right - self._shares[at]) / count
+
+
 class _Text:
-    """A sequence's tokens, what followed each n-gram in them last, and the sources' shares of right guesses in it.
+    """A sequence's tokens, what followed each n-gram in them last, and the share of tokens that were foretold lately.
 
     What is written is taken up when the next guess is asked for: a sequence that decodes plainly costs nothing, and teaches nothing.
     """
 
-    __slots__ = ("asked", "follows", "new", "shares", "tokens")
+    __slots__ = ("asked", "follows", "foretold", "new", "tokens")
 
-    def __init__(self, shares: list[float]) -> None:
+    def __init__(self) -> None:
         self.tokens: list[int] = []
         self.new: list[tuple[int, int]] = []  # written, with second choices, and not yet taken up
         self.follows: dict[tuple[int, ...], int] = {}
-        self.shares = list(shares)
+        self.foretold = 0.5
         self.asked = False
+
+    def read(self, tokens: Sequence[int]) -> None:
+        known = self.tokens
+        for token in tokens:
+            for length in LENGTHS:
+                if len(known) >= length:
+                    self.follows[tuple(known[-length:])] = token
+            known.append(token)
 
 
 class LookupDrafter:
-    """See the module. threshold: least confidence, 0 to 1, in a whole run of guesses. entries: n-grams of other texts that are kept."""
+    """See the module. entries: n-grams of other texts that are kept."""
 
-    def __init__(self, threshold: float, entries: int = 500_000) -> None:
-        self.threshold = threshold
+    def __init__(self, entries: int = 500_000) -> None:
         self.entries = entries
         self._texts: dict[int, _Text] = {}
         self._follows: dict[tuple[int, ...], int] = {}  # over all texts, oldest first
         self._after: dict[int, tuple[int, int]] = {}
-        self._shares = [_START] * _SOURCES
+        self._confidence = _Confidence()
 
     def begin(self, plan: StepPlan) -> None:
         for id in plan.ended:
@@ -81,68 +117,77 @@ class LookupDrafter:
         for sequence in plan.sequences:
             text = self._texts.get(sequence.id)
             if text is None or sequence.history is not None:
-                text = self._texts[sequence.id] = _Text(self._shares)
-                self._read(text, sequence.history or ())
+                text = self._texts[sequence.id] = _Text()
+                text.read(sequence.history or ())
             known = len(text.tokens) + len(text.new)
-            self._read(text, sequence.tokens[known - sequence.start :])  # the last one committed is known already
+            text.read(sequence.tokens[known - sequence.start :])  # the last one committed is known already
 
     def committed(self, id: int, tokens: Sequence[int], seconds: Sequence[int]) -> None:
         self._texts[id].new += zip(tokens, seconds, strict=True)
 
+    def propose(self, id: int, tentative: Sequence[int], most: int, least: float, each: float = 0.0) -> list[Guess]:
+        text = self._texts[id]
+        self._take_up(text)
+        text.asked = True
+        recent = (*text.tokens[-LENGTHS[0] :], *tentative)[-LENGTHS[0] :]
+        foretold = text.foretold
+        guesses: list[Guess] = []
+        chance = 1.0
+        while len(guesses) < most:
+            best = self._best(self._candidates(text, recent), foretold)
+            if best is None:
+                break
+            share, token = best
+            chance *= share
+            if chance < least or share < each:
+                break
+            others = (candidate for candidate in self._after.get(recent[-1], ()) if candidate != token)
+            guesses.append(Guess(token, next(others, None)))
+            recent = (*recent, token)[-LENGTHS[0] :]
+            foretold += _FORTUNE_STEP * (1.0 - foretold)
+        return guesses
+
     def _take_up(self, text: _Text) -> None:
-        """Hold the sources against what was written, and remember it."""
+        """Hold the candidates against what was written, and remember it."""
         for token, second in text.new:
-            if text.tokens:
-                for source, guess in self._guesses(text, text.tokens[-LENGTHS[0] :]):
-                    text.shares[source] += (1 - _FAST) * ((guess == token) - text.shares[source])
-                    self._shares[source] += (1 - _SLOW) * ((guess == token) - self._shares[source])
-                self._after[text.tokens[-1]] = token, second
+            recent = tuple(text.tokens[-LENGTHS[0] :])
+            if recent:
+                candidates = self._candidates(text, recent)
+                best = self._best(candidates, text.foretold)
+                fortune = int(text.foretold * _FORTUNES * 0.999)
+                for candidate, kind in candidates.items():
+                    self._confidence.learn(kind, fortune, candidate == token)
+                text.foretold += _FORTUNE_STEP * ((best is not None and best[1] == token) - text.foretold)
+                self._after[recent[-1]] = token, second
             for length in LENGTHS:
-                if len(text.tokens) >= length:
-                    gram = tuple(text.tokens[-length:])
+                if len(recent) >= length:
+                    gram = recent[-length:]
                     self._follows.pop(gram, None)  # so that it counts as new
                     self._follows[gram] = token
-            self._read(text, (token,))
+            text.read((token,))
         text.new.clear()
         while len(self._follows) > self.entries:
             del self._follows[next(iter(self._follows))]
 
-    def propose(self, id: int, tentative: Sequence[int], most: int) -> list[Guess]:
-        text = self._texts[id]
-        self._take_up(text)
-        text.asked = True
-        recent = [*text.tokens[-LENGTHS[0] :], *tentative][-LENGTHS[0] :]
-        guesses: list[Guess] = []
-        confidence = 1.0
-        while len(guesses) < most:
-            share, token = max(((text.shares[source], guess) for source, guess in self._guesses(text, recent)), default=(0.0, 0))
-            confidence *= share
-            if confidence < self.threshold or not share:
-                break
-            others = (candidate for candidate in self._after.get(recent[-1], ()) if candidate != token)
-            guesses.append(Guess(token, next(others, None)))
-            recent = [*recent, token][-LENGTHS[0] :]
-        return guesses
-
-    def _read(self, text: _Text, tokens: Sequence[int]) -> None:
-        known = text.tokens
-        for token in tokens:
-            for length in LENGTHS:
-                if len(known) >= length:
-                    text.follows[tuple(known[-length:])] = token
-            known.append(token)
-
-    def _guesses(self, text: _Text, recent: Sequence[int]) -> list[tuple[int, int]]:
-        """What each source says follows the recent tokens: (source, token) of those that have a say."""
-        found: list[tuple[int, int]] = []
-        for number, length in enumerate(LENGTHS):
+    def _candidates(self, text: _Text, recent: tuple[int, ...]) -> dict[int, int]:
+        """What may follow the recent tokens: the candidates and their kinds."""
+        own: dict[int, int] = {}
+        others: dict[int, int] = {}
+        for number, length in enumerate(LENGTHS, 1):
             if len(recent) >= length:
-                gram = tuple(recent[-length:])
-                for source, follows in ((number, text.follows), (len(LENGTHS) + number, self._follows)):
+                gram = recent[-length:]
+                for found, follows in ((own, text.follows), (others, self._follows)):
                     token = follows.get(gram)
                     if token is not None:
-                        found.append((source, token))
-        after = self._after.get(recent[-1])
-        if after is not None:
-            found.append((_SOURCES - 1, after[0]))
-        return found
+                        found.setdefault(token, number)
+        ranks = {token: rank for rank, token in enumerate(self._after.get(recent[-1], ()), 1)}
+        lengths = len(LENGTHS) + 1
+        return {
+            token: (own.get(token, 0) * lengths + others.get(token, 0)) * _RANKS + ranks.get(token, 0) for token in (own | others | ranks)
+        }
+
+    def _best(self, candidates: dict[int, int], foretold: float) -> tuple[float, int] | None:
+        """The most confident candidate and its confidence; of equals the first, whose n-gram is the longest."""
+        fortune = int(foretold * _FORTUNES * 0.999)
+        found = [(self._confidence.of(kind, fortune), token) for token, kind in candidates.items()]
+        return max(found, key=lambda each: each[0]) if found else None

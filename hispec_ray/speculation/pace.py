@@ -8,6 +8,9 @@ Three things are kept, all from the past, so that nothing here can change a text
   not expected to pay is only tried while the balance allows it; so speculation that fails costs no more than the allowance.
 
 Expected tokens of a round follow from the shares as a geometric series (Leviathan et al., arXiv 2211.17192, section 3), level by level.
+
+A lookup's guesses are weighed one by one instead, for it says how sure it is of each: one pays where its chance of being right, times what
+a token is worth, is more than what a further row costs.
 """
 
 from __future__ import annotations
@@ -27,6 +30,10 @@ _STEP = 0.1
 """What a new round counts in a sequence's shares, and a new time in a cost."""
 _PRIOR = 0.7
 """A level's share of kept guesses before it was asked."""
+_DEBT = 2.0
+"""Plain steps by which the balance may be short before a lookup's guesses are no longer taken."""
+_UNPRICED = 0.3
+"""The least chance at which a guess is taken before it is known what a further row costs."""
 _MARGIN = 1.02
 """How many times faster than plain decoding a round must look before it is tried without need."""
 _BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -55,6 +62,11 @@ class Cost:
     def knows(self, rows: int) -> bool:
         """Whether anything was measured in the bucket of so many rows."""
         return _BUCKETS[min(bisect_left(_BUCKETS, rows), len(_BUCKETS) - 1)] in self._rows
+
+    def slope(self, rows: int, most: int) -> float | None:
+        """Seconds of a further row, on the way from `rows` to as many rows up to `most` as were measured; None where none were."""
+        further = [at for at in self._rows if rows < at <= most]
+        return max(0.0, self.of(further[-1]) - self.of(rows)) / (further[-1] - rows) if further else None
 
     def of(self, rows: float) -> float:
         """Expected seconds: between what was measured, by lines; beyond it, in proportion; 0 where nothing was."""
@@ -93,8 +105,15 @@ class _Habit:
     windows: tuple[int, ...] = ()
 
 
+class Price(NamedTuple):
+    """Which guesses pay. least: chance that it and those before it are right; each: chance that it is, given them."""
+
+    least: float
+    each: float
+
+
 class Pace:
-    """Chooses windows for a round's sequences, from none (plain decoding) up to the settings'.
+    """Chooses windows for a round's sequences, from none (plain decoding) up to the settings', and which guesses of a lookup are taken.
 
     windows: most tentative tokens of each level, the settings' own; the first is 0 where the lowest level is a draft exit.
     """
@@ -112,8 +131,11 @@ class Pace:
         self._usual = [_PRIOR] * len(self._windows)  # shares that a new sequence starts with
         self._habits: dict[int, _Habit] = {}
         self._choices: dict[tuple[object, ...], tuple[float, tuple[int, ...]]] = {}
+        self._prices: dict[int, tuple[float, float]] = {}
+        self._batch = 0
         self._rounds = 0
         self._balance = 0.0
+        self._gain = 1.0  # how many times plain decoding's speed lately
         self._ended: float | None = None
 
     def begin(self, plan: StepPlan, now: float) -> list[tuple[int, ...]]:
@@ -124,8 +146,37 @@ class Pace:
         if self._ended is not None and decoding:
             self._outside.add(1, min(now - self._ended, 3 * self._outside.of(1) or 0.001))
         self._rounds += 1
-        batch = len(decoding)
-        return [self._windows_for(s.id, batch) if s.room else self._none for s in plan.sequences]
+        self._batch = len(decoding)
+        self._prices.clear()
+        return [self._windows_for(s.id, self._batch) if s.room else self._none for s in plan.sequences]
+
+    def takes_lookups(self) -> bool:
+        """Whether a lookup may guess in this round where no other guess pays."""
+        plain = self.plain_seconds(self._batch)
+        return plain > 0 and self._balance > -_DEBT * plain
+
+    def price(self, level: int, id: int | None = None) -> Price:
+        """Which of a lookup's guesses pay that `level` is the first to look at; id: of a sequence for which an exit would guess instead."""
+        if level not in self._prices:
+            self._prices[level] = self._least(level)
+        least, worth = self._prices[level]
+        if id is None or not worth:
+            return Price(least, 0.0)
+        return Price(least, self._habits[id].shares[self._bottom] - self.guess.of(self._batch) / worth)
+
+    def _least(self, level: int) -> tuple[float, float]:
+        """The least chance at which a guess pays, and seconds that one is worth which passes the level, 0 where that is not known."""
+        batch, plain = self._batch, self.plain_seconds(self._batch)
+        top = len(self._windows) - 1
+        looks = [*self.segments[: level + 1], self.heads[level]]
+        deep = [*self.segments[level + 1 :], self.heads[top]] if level < top else []
+        now, later = ([cost.slope(batch, batch * (self._windows[at] + 1)) for cost in costs] for costs, at in ((looks, level), (deep, top)))
+        if not plain or None in now or None in later:
+            return _UNPRICED, 0.0
+        worth = plain / batch / max(1.0, self._gain) - sum(slope or 0.0 for slope in later)
+        if worth <= 0:
+            return 1.0, 0.0
+        return min(1.0, sum(slope or 0.0 for slope in now) / worth), worth
 
     def _windows_for(self, id: int, batch: int) -> tuple[int, ...]:
         habit = self._habits.get(id)
@@ -133,6 +184,8 @@ class Pace:
             habit = self._habits[id] = _Habit(list(self._usual))
         habit.rounds += 1
         made = batch, self._rounds // _FORGET
+        if not self._options:
+            return self._none
         if habit.made != made:
             habit.gain, habit.windows = self._best(batch, habit.shares)
             habit.made = made if habit.gain else None  # not before plain decoding was measured
@@ -167,6 +220,8 @@ class Pace:
         return self._choices[key]
 
     def _every_option(self) -> list[tuple[int, ...]]:
+        if len(self._windows) == 1:
+            return []  # nobody guesses but a lookup
         options: list[tuple[int, ...]] = [self._none[: self._bottom]]
         for most in self._windows[self._bottom :]:
             steps = sorted({1, 2, 3, 4, 6, 8, 12, most})
@@ -209,6 +264,7 @@ class Pace:
         plain = self.plain_seconds(batch)
         if plain:
             spent = now - start + self._outside.of(1)
+            self._gain += _STEP * (min(tokens * plain / batch / spent, 10.0) - self._gain)
             self._balance += tokens * plain / batch * (1 + ALLOWANCE) - spent
             self._balance = max(-_CREDIT * plain, min(_CREDIT * plain, self._balance))
 

@@ -11,6 +11,8 @@ At the bottom stands who guesses: an exit that adds one token after another (a f
 knows texts and no layers (see `drafters`), or both. One level alone is plain decoding, two are single-exit speculation, three are
 HiSpec. What the full depth keeps is committed.
 
+Where the pace finds that the levels below the top do not pay, a drafter's guesses go straight to the full depth.
+
 Where a level below the top is unsure it may offer its second choice beside its first: a branch of one token, with a block of its own
 for its key and value. A deeper level that chooses it goes on from there.
 
@@ -21,25 +23,22 @@ known token, and a rejected token only lowers watermarks.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from hispec_ray.core.plan import Drafts, DraftStarts, IntArray, LevelCounts, Rows, SequencePlan, SequenceResult, StepPlan, StepResult
+from hispec_ray.core.plan import Drafts, DraftStarts, LevelCounts, Rows, SequenceResult, StepPlan, StepResult
 from hispec_ray.speculation.choice import Choose
-from hispec_ray.speculation.drafters import Drafter
-from hispec_ray.speculation.pace import Look, Pace
+from hispec_ray.speculation.drafters import Drafter, Guess
+from hispec_ray.speculation.pace import Look, Pace, Price
+from hispec_ray.speculation.state import Branch, Memory, RoundState, SequenceState
 
 
-class Model(Protocol):
+class Model(Memory, Protocol):
     """What a round needs of a decoder; see `hispec_ray.model.decoder.Decoder`."""
-
-    block_size: int
-
-    def empty_rows(self, count: int) -> torch.Tensor: ...
 
     def embed(self, rows: Rows) -> torch.Tensor: ...
 
@@ -48,8 +47,6 @@ class Model(Protocol):
     def logits(self, depth: int, hidden: torch.Tensor) -> torch.Tensor: ...
 
     def vocabulary(self, depth: int) -> torch.Tensor | None: ...
-
-    def copy_slots(self, source: IntArray, target: IntArray) -> None: ...
 
     def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float) -> Drafts: ...
 
@@ -84,65 +81,15 @@ class Doubt:
 NO_DOUBT = Doubt()
 
 
-@dataclass(slots=True, eq=False)
-class _Branch:
-    """A second candidate for the token at `index`; nothing follows it. ran: segments that its row has been through."""
-
-    index: int
-    token: int
-    origin: int
-    line: int  # of the block tables
-    home: int  # line of the held rows
-    block: int  # its own, in place of the sequence's at this index
-    ran: int = 0
-
-
-class _Sequence:
-    """A sequence during a round. Counts and indices are relative to the plan's start.
-
-    tokens: known tokens, tentative ones last; origins[i] is the source of tentative token i.
-    settled[l]: tokens that level l has chosen or kept. marks[l]: rows that segment l has run: the watermark.
-    ready: a level below the top is unsure, and the next one should look.
-    line: the sequence's line in the block tables; home: of its first token in the held rows.
-    seen[l], kept[l]: guesses that level l looked at, up to the first that it did not keep.
-    spare: (line of the block tables, line of the held rows, block) that a branch may take. seconds: the top's second choices at the end.
-    """
-
-    __slots__ = (
-        "branches", "first", "home", "kept", "line", "marks", "origins",
-        "plan", "ready", "seconds", "seen", "settled", "spare", "tokens", "windows",
-    )  # fmt: skip
-
-    def __init__(self, plan: SequencePlan, line: int, home: int, levels: int, windows: Sequence[int]) -> None:
-        self.plan = plan
-        self.line = line
-        self.home = home
-        self.windows = windows
-        self.tokens = list(plan.tokens)
-        self.first = len(plan.tokens)
-        self.origins: list[int] = []
-        self.settled = [self.first] * levels
-        self.marks = [0] * levels
-        self.ready = False
-        self.branches: list[_Branch] = []
-        self.spare: list[tuple[int, int, int]] = []
-        self.seconds: list[int] = []
-        self.seen = [0] * levels
-        self.kept = [0] * levels
-
-    def drop(self, branches: list[_Branch]) -> None:
-        for branch in branches:
-            self.branches.remove(branch)
-            self.spare.append((branch.line, branch.home, branch.block))
-
-
 class Round:
     """Runs step plans through the levels of a model.
 
     levels: shallow to deep, the last at the model's full depth. drafter: guesses beside the draft exit, or in its place.
     doubt: what the levels below the top do where they are unsure.
+    confidence: the least chance of being right, 0 to 1, at which the drafter guesses where there is no pace to say it.
     sources: "lookup" where there is a drafter, then the levels' names: what results and counts refer to.
     paced: windows are up to those of the levels, as the pace chooses (see `pace`); otherwise always theirs.
+    clock: seconds, for the pace.
     peak_held_bytes: most bytes of hidden rows that waited between segments at once, since the start.
     """
 
@@ -154,7 +101,9 @@ class Round:
         drafter: Drafter | None = None,
         doubt: Doubt = NO_DOUBT,
         *,
+        confidence: float = 0.4,
         paced: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         depths = [level.depth for level in levels]
         if depths != sorted(depths):
@@ -167,6 +116,8 @@ class Round:
         self._choose = choose
         self._drafter = drafter
         self._doubt = doubt
+        self._confidence = confidence
+        self._clock = clock
         self._top = len(levels) - 1
         self._bottom = 1 if levels[0].window == 0 and self._top else 0  # the lowest level that looks
         self._windows = tuple(level.window for level in levels)
@@ -177,12 +128,12 @@ class Round:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Commit at least one token for every sequence that samples, and at most `room + 1`."""
-        started = time.perf_counter()
+        started = self._clock()
         self._counts = [LevelCounts() for _ in self.sources]
-        states = self._start(plan)
+        self._state = RoundState(plan, self._windows, self._doubt.branches, self._model)
+        states = self._state.sequences
         if self._pace:
-            for s, windows in zip(states, self._pace.begin(plan, started), strict=True):
-                s.windows = windows
+            self._set_pace(self._pace, plan, states, started)
         if self._drafter:
             self._drafter.begin(plan)
         self._advance(self._top, states)
@@ -191,33 +142,22 @@ class Round:
             for s in states:
                 self._drafter.committed(s.plan.id, s.tokens[s.first :], s.seconds)
         if self._pace:
-            looks = [Look(s.plan.id, s.seen, s.kept) for s in states if s.windows[-1] and s.plan.room]
-            self._pace.end(plan, sum(len(result.tokens) for result in results), looks, started, time.perf_counter())
+            looks = [Look(s.plan.id, s.seen, s.kept) for s in states if s.windows[-1] and s.plan.room and not s.direct]
+            self._pace.end(plan, sum(len(result.tokens) for result in results), looks, started, self._clock())
+        self.peak_held_bytes = max(self.peak_held_bytes, self._state.held_bytes)
         return StepResult(results, self._counts)
 
-    def _start(self, plan: StepPlan) -> list[_Sequence]:
-        """Lay out the block tables and the held rows: a line for each sequence and each branch, a row for each token that may come."""
-        states: list[_Sequence] = []
-        size, lines, homes = self._model.block_size, len(plan.sequences), 0
-        for line, sequence in enumerate(plan.sequences):
-            s = _Sequence(sequence, line, homes, len(self._levels), self._windows)
-            homes += s.first + sequence.room
-            if sequence.room and self._doubt.branches:
-                needed = (sequence.start + s.first + sequence.room - 1) // size + 1
-                for block in sequence.blocks[needed : needed + self._doubt.branches]:
-                    s.spare.append((lines, homes, block))
-                    lines += 1
-                    homes += 1
-            states.append(s)
-        self._tables = np.zeros((lines, max(len(s.blocks) for s in plan.sequences)), dtype=np.int64)
-        for s in states:
-            self._tables[s.line, : len(s.plan.blocks)] = s.plan.blocks
-        self._held: torch.Tensor | None = None
-        self._homes = homes
-        return states
+    def _set_pace(self, pace: Pace, plan: StepPlan, states: list[SequenceState], now: float) -> None:
+        direct = (*(0 for _ in self._windows[1:]), self._windows[-1])
+        for s, windows in zip(states, pace.begin(plan, now), strict=True):
+            s.direct = self._drafter is not None and not any(windows) and pace.takes_lookups()
+            s.windows = direct if s.direct else windows
 
-    def _advance(self, level: int, states: list[_Sequence]) -> None:
+    def _advance(self, level: int, states: list[SequenceState]) -> None:
         guessing = [s for s in states if s.windows[level] and s.plan.room]
+        if self._drafter and any(s.direct for s in guessing):
+            self._look_up(level, [s for s in guessing if s.direct])
+            guessing = [s for s in guessing if not s.direct]
         if not guessing:
             pass
         elif level > self._bottom:
@@ -231,7 +171,7 @@ class Round:
             self._look_up(level, guessing)
         self._verify(level, states)
 
-    def _space(self, level: int, s: _Sequence) -> int:
+    def _space(self, level: int, s: SequenceState) -> int:
         """How many more tentative tokens the level's window takes. Each level above keeps a place for the choice of the one below it."""
         known = len(s.tokens)
         space = s.plan.room - (known - s.settled[self._top]) - (self._top - level)
@@ -239,32 +179,36 @@ class Round:
             space = min(space, s.windows[above] - (known - s.settled[above]) - (above - level))
         return space
 
-    def _look_up(self, level: int, states: list[_Sequence]) -> list[_Sequence]:
+    def _look_up(self, level: int, states: list[SequenceState]) -> list[SequenceState]:
         """Let the drafter guess; return those sequences for which it does not."""
         assert self._drafter
-        silent: list[_Sequence] = []
+        silent: list[SequenceState] = []
         count = self._counts[0]
         for s in states:
             space = self._space(level, s)
-            guesses = self._drafter.propose(s.plan.id, s.tokens[s.first :], space) if space > 0 else []
+            guesses: list[Guess] = []
+            if space > 0:
+                exit_guesses = self._bottom == 1 and not s.direct
+                price = self._pace.price(level, s.plan.id if exit_guesses else None) if self._pace else Price(self._confidence, 0.0)
+                guesses = self._drafter.propose(s.plan.id, s.tokens[s.first :], space, price.least, price.each)
             for guess in guesses:
                 s.tokens.append(guess.token)
                 s.origins.append(0)
                 if guess.second is not None:
-                    self._branch(s, len(s.tokens) - 1, guess.second, 0)
+                    self._state.branch(s, len(s.tokens) - 1, guess.second, 0)
             count.own += len(guesses)
             if not guesses:
                 silent.append(s)
         return silent
 
-    def _guess(self, level: int, states: list[_Sequence]) -> None:
+    def _guess(self, level: int, states: list[SequenceState]) -> None:
         """Fill the window of the lowest level that looks: by the drafter where it is confident, by the draft exit elsewhere."""
         states = [s for s in states if self._space(level, s) > 0]
         if self._drafter:
             states = self._look_up(level, states)
         if not states:
             return
-        begun = time.perf_counter()
+        begun = self._clock()
         spaces = [self._space(level, s) for s in states]
         most = max(spaces)
         last = [len(s.tokens) - 1 for s in states]
@@ -280,20 +224,20 @@ class Round:
             tokens=columns[0],
             positions=columns[1],
             table=columns[2],
-            tables=self._tables,
+            tables=self._state.tables,
             steps=columns[3],
             homes=np.array([[s.home + i] for s, i in zip(states, last, strict=True)]) + np.arange(most),
             temperatures=[s.plan.temperature for s in states],
             seeds=[s.plan.seed for s in states],
         )
-        drafts = self._model.draft(self._levels[0].depth, starts, self._held_rows(), self._doubt.stop)
+        drafts = self._model.draft(self._levels[0].depth, starts, self._state.held(), self._doubt.stop)
         source = self._source
         count = self._counts[source]
         for s, guesses, seconds, gaps in zip(states, drafts.guesses, drafts.seconds, drafts.gaps, strict=True):
             for guess, second, gap in zip(guesses, seconds, gaps, strict=True):
                 s.tokens.append(guess)
                 if gap < self._doubt.branch:
-                    self._branch(s, len(s.tokens) - 1, second, source)
+                    self._state.branch(s, len(s.tokens) - 1, second, source)
             s.origins += [source] * len(guesses)
             s.marks[0] = len(s.tokens) - 1
             count.rows += len(guesses)
@@ -302,16 +246,16 @@ class Round:
         count.passes += passes
         count.layers += passes * self._layers[0]
         if self._pace:
-            self._pace.guess.add(len(states), (time.perf_counter() - begun) / passes)
+            self._pace.guess.add(len(states), (self._clock() - begun) / passes)
 
-    def _verify(self, level: int, states: list[_Sequence]) -> None:
+    def _verify(self, level: int, states: list[SequenceState]) -> None:
         hidden, places = self._run_segments(level, states)
-        begun = time.perf_counter()
+        begun = self._clock()
         read: list[int] = []  # rows whose logits matter, as indices into hidden
         temperatures: list[float] = []
         seeds: list[int] = []
         positions: list[int] = []
-        scored: list[tuple[_Sequence, int, list[_Branch]]] = []
+        scored: list[tuple[SequenceState, int, list[Branch]]] = []
         for s, (row, start, branches) in zip(states, places, strict=True):
             if not s.plan.samples:
                 continue
@@ -338,9 +282,11 @@ class Round:
             self._settle(level, s, looked, choices.ids[at_row:end], choices.seconds[at_row:end], choices.gaps[at_row:end])
             at_row = end
         if self._pace:
-            self._pace.heads[level].add(len(rows), time.perf_counter() - begun)
+            self._pace.heads[level].add(len(rows), self._clock() - begun)
 
-    def _settle(self, level: int, s: _Sequence, looked: list[_Branch], choices: list[int], seconds: list[int], gaps: list[float]) -> None:
+    def _settle(
+        self, level: int, s: SequenceState, looked: list[Branch], choices: list[int], seconds: list[int], gaps: list[float]
+    ) -> None:
         """Keep the tentative tokens that equal the level's choices, put its own after them, lower the watermarks of what fell.
 
         choices: after the last settled token, after each tentative one, then after each branch looked at.
@@ -356,7 +302,7 @@ class Round:
         del s.origins[place - s.first :]
         accepted = kept
         if taken is not None:
-            self._adopt(level, s, looked[taken])
+            self._state.adopt(s, looked[taken], held=level < self._top)
             own, gap, accepted = choices[tentative + 1 + taken], gaps[tentative + 1 + taken], kept + 1
         known = len(s.tokens)
         s.tokens.append(own)
@@ -374,9 +320,9 @@ class Round:
                 accepted += self._offer(level, s, first, place, seconds_after)
                 if gap < self._doubt.branch and taken is None:
                     if seconds[kept] == rejected:  # its row has been run already
-                        accepted += self._branch(s, known, rejected, source, level + 1)
+                        accepted += self._state.branch(s, known, rejected, source, level + 1)
                     else:
-                        self._branch(s, known, seconds[kept], source)
+                        self._state.branch(s, known, seconds[kept], source)
         count = self._counts[source]
         s.seen[level] += min(kept + 1, tentative)
         s.kept[level] += kept
@@ -385,7 +331,7 @@ class Round:
         count.accepted += accepted
         count.own += 1
 
-    def _offer(self, level: int, s: _Sequence, first: int, place: int, seconds: dict[int, int]) -> int:
+    def _offer(self, level: int, s: SequenceState, first: int, place: int, seconds: dict[int, int]) -> int:
         """Beside the tokens that the level has just kept, offer its second choices; let go what it no longer offers.
 
         Return how many of the branches that it looked at stay.
@@ -394,51 +340,10 @@ class Round:
         stay = {branch.index for branch in s.branches if branch.index >= first}
         for index, token in seconds.items():
             if index not in stay:
-                self._branch(s, index, token, level + self._source)
+                self._state.branch(s, index, token, level + self._source)
         return len(stay)
 
-    def _branch(self, s: _Sequence, index: int, token: int, origin: int, ran: int = 0) -> bool:
-        """Offer a second candidate, on a copy of the block that it is in; return False where no block is spare.
-
-        ran: segments that the candidate's row has been through, in the place where the token at `index` stands now.
-        """
-        if not s.spare:
-            return False
-        line, home, block = s.spare.pop()
-        size = self._model.block_size
-        position = s.plan.start + index
-        self._tables[line] = self._tables[s.line]
-        self._tables[line, position // size] = block
-        places = np.arange(position % size + (1 if ran else 0))
-        if len(places):
-            self._model.copy_slots(s.plan.blocks[position // size] * size + places, block * size + places)
-        if ran:
-            held = self._held_rows()
-            held[home] = held[s.home + index]
-        s.branches.append(_Branch(index, token, origin, line, home, block, ran))
-        return True
-
-    def _adopt(self, level: int, s: _Sequence, branch: _Branch) -> None:
-        """Go on from a branch that the level chose: its row takes the place of the token that stood there."""
-        size = self._model.block_size
-        position = s.plan.start + branch.index
-        offset = position % size
-        source, target = branch.block * size + offset, s.plan.blocks[position // size] * size + offset
-        self._model.copy_slots(np.array([source]), np.array([target]))
-        if level < self._top:
-            held = self._held_rows()
-            held[s.home + branch.index] = held[branch.home]
-        s.tokens.append(branch.token)
-        s.origins.append(branch.origin)
-
-    def _held_rows(self) -> torch.Tensor:
-        """The hidden rows between segments, a place for each token and branch that may come: the only memory that the hierarchy adds."""
-        if self._held is None:
-            self._held = self._model.empty_rows(self._homes)
-            self.peak_held_bytes = max(self.peak_held_bytes, self._held.nbytes)
-        return self._held
-
-    def _run_segments(self, level: int, states: list[_Sequence]) -> tuple[torch.Tensor, list[tuple[int, int, list[_Branch]]]]:
+    def _run_segments(self, level: int, states: list[SequenceState]) -> tuple[torch.Tensor, list[tuple[int, int, list[Branch]]]]:
         """Bring every known token and branch up to the level.
 
         Returns what the level's head is to read of its new rows and, for each sequence, the first of them, the index of its token, and
@@ -448,20 +353,20 @@ class Round:
         hidden: torch.Tensor | None = None
         segment = depth = 0
         while segment <= level:
-            begun = time.perf_counter()
+            begun = self._clock()
             shape = self._shape(segment, states)
             last = segment  # segments that run the same rows are run as one
             while last < level and self._levels[last].own is None and self._shape(last + 1, states) == shape:
                 last += 1
             end, own = self._levels[last].depth, self._levels[last].own
-            rows, order = self._rows(segment, states)
-            hidden = self._held_rows()[torch.tensor(order)] if segment else self._model.embed(rows)
+            rows, order = self._state.rows(segment, states)
+            hidden = self._state.held()[torch.tensor(order)] if segment else self._model.embed(rows)
             hidden = self._model.run(depth, end, hidden, rows)
             if last < self._top:
-                self._held_rows()[torch.tensor(order)] = hidden
+                self._state.held()[torch.tensor(order)] = hidden
             if own is not None:
                 hidden = self._model.run(own, own + 1, hidden, rows)
-            seconds = time.perf_counter() - begun
+            seconds = self._clock() - begun
             layers = sum(self._layers[segment : last + 1])
             for one in range(segment, last + 1):
                 self._counts[one + self._source].rows += len(rows)
@@ -471,7 +376,7 @@ class Round:
             segment, depth = last + 1, end
         self._counts[level + self._source].passes += 1
         assert hidden is not None
-        places: list[tuple[int, int, list[_Branch]]] = []
+        places: list[tuple[int, int, list[Branch]]] = []
         row = 0
         for s, (start, count) in zip(states, shape, strict=True):
             branches = [b for b in s.branches if b.ran <= level]
@@ -483,46 +388,6 @@ class Round:
                 branch.ran = level + 1
         return hidden, places
 
-    def _shape(self, segment: int, states: list[_Sequence]) -> list[tuple[int, int]]:
+    def _shape(self, segment: int, states: list[SequenceState]) -> list[tuple[int, int]]:
         """What the segment has not run: for each sequence, its first token and the number of its branches."""
         return [(s.marks[segment], sum(b.ran <= segment for b in s.branches) if s.branches else 0) for s in states]
-
-    def _rows(self, segment: int, states: list[_Sequence]) -> tuple[Rows, list[int]]:
-        """The rows that the segment has not run, each sequence's tokens and then its branches, and their places among the held rows."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        lines: list[int] = []
-        slots: list[int] = []
-        homes: list[int] = []
-        more: list[tuple[int, int]] = []  # further slots of a row: in the blocks of the branches that descend from it
-        size = self._model.block_size
-        for s in states:
-            start, known, blocks = s.marks[segment], len(s.tokens), s.plan.blocks
-            place = range(s.plan.start + start, s.plan.start + known)
-            row = len(tokens) - start
-            tokens += s.tokens[start:]
-            positions += place
-            lines += [s.line] * len(place)
-            slots += [blocks[p // size] * size + p % size for p in place]
-            homes += range(s.home + start, s.home + known)
-            for branch in s.branches:
-                position = s.plan.start + branch.index
-                for p in range(max(place.start, position // size * size), position):
-                    more.append((branch.block * size + p % size, row + p - s.plan.start))
-                if branch.ran <= segment:
-                    tokens.append(branch.token)
-                    positions.append(position)
-                    lines.append(branch.line)
-                    slots.append(branch.block * size + position % size)
-                    homes.append(branch.home)
-        columns = np.array((tokens, positions, lines, slots, range(len(tokens))), dtype=np.int64)
-        if not more:
-            return Rows(columns[0], columns[1], columns[2], self._tables, columns[3], columns[4]), homes
-        extra = np.array(more, dtype=np.int64).T
-        return (
-            Rows(
-                columns[0], columns[1], columns[2], self._tables,
-                np.concatenate((columns[3], extra[0])), np.concatenate((columns[4], extra[1])),
-            ),
-            homes,
-        )  # fmt: skip

@@ -19,7 +19,6 @@ PLAIN = SpeculationSettings(method="plain")
 GRID: dict[str, tuple[int | float, ...]] = {
     "draft_tokens": (1, 2, 3, 4, 5, 6, 8, 10, 12),
     "window": (2, 3, 4, 5, 6, 8, 10, 12, 16),
-    "lookup_confidence": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
     "stop_below": (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0),
     "branches": (0, 1, 2, 3),
 }
@@ -49,7 +48,7 @@ def describe(speculation: SpeculationSettings) -> str:
         exits += f"{'-' if exits else ''}{s.exits.check}"
     words = [s.method, *([s.drafter] if s.drafter != "exit" else []), *([exits] if exits else [])]
     words.append(f"{s.draft_tokens}" + (f"/{s.window}" if s.method == "hispec" else ""))
-    if s.drafter != "exit":
+    if s.drafter != "exit" and s.pace == "fixed":
         words.append(f"p {s.lookup_confidence:g}")
     if s.stop_below:
         words.append(f"stop {s.stop_below:g}")
@@ -75,7 +74,6 @@ def families(depths: Sequence[int], *, heads: str | None, methods: Sequence[str]
                     "exits": {"draft": draft, "check": check, "heads": heads},
                     "draft_tokens": 3 if method == "hispec" else 4,
                     "window": 6,
-                    "pace": "fixed",
                 }
             )
 
@@ -85,8 +83,6 @@ def climb(start: SpeculationSettings, score: Callable[[SpeculationSettings], flo
     fields = ["draft_tokens"]
     if start.method == "hispec":
         fields.append("window")
-    if start.drafter != "exit":
-        fields.append("lookup_confidence")
     if not (start.method == "single" and start.drafter == "lookup"):
         fields += ["stop_below", "branches"]
     best, top = start, score(start)
@@ -191,6 +187,7 @@ def decode(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[Sampling
 
 def calibrate(bench: Bench, recordings: Sequence[Recording], costs: Costs, layers: int, probe: SpeculationSettings) -> None:
     """Set what a pass and a round cost besides, so that plain decoding and one other plan are predicted as they run."""
+    probe = probe.model_copy(update={"pace": "fixed"})
     speeds = [statistics.median(found) for found in bench.compare([PLAIN, probe], 2)]
     costs.a_pass = costs.a_round = 0.0
     excess: list[float] = []

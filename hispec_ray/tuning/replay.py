@@ -27,12 +27,16 @@ class _Stage:
 
     block_size = _SIZE
 
-    def __init__(self, recording: Recording, costs: Costs, layers: int) -> None:
-        self.recording, self.costs = recording, costs
+    def __init__(self, costs: Costs, layers: int) -> None:
+        self.costs = costs
         self.seconds = 0.0
+        self._depth = layers
+
+    def take(self, recording: Recording) -> None:
+        """Go on with another text."""
+        self.recording = recording
         self._good = recording.prompt  # positions of the recorded text that stand in the cache, from the first
         self._tokens: dict[int, int] = {}  # by slot
-        self._depth = layers
         self._agreement = {depth: sum(right) / len(right) for depth in recording.said if (right := recording.agreement(depth))}
 
     def empty_rows(self, count: int) -> torch.Tensor:
@@ -115,16 +119,15 @@ class _Stage:
 
 
 def replay(speculation: SpeculationSettings, recordings: Sequence[Recording], costs: Costs, layers: int) -> tuple[float, list[LevelCounts]]:
-    """Decode the recorded texts as the settings say; return the expected tokens a second and what each source did. One at a time."""
-    tokens, seconds = 0, 0.0
+    """Decode the recorded texts as the settings say, one after the other; return expected tokens a second and what each source did."""
+    tokens = 0
     window = levels_for(speculation, layers)[-1].window
-    fixed = speculation.model_copy(update={"pace": "fixed"})
-    drafter = drafter_for(speculation)  # goes on from text to text with what it has learned
-    totals: list[LevelCounts] = []
+    stage = _Stage(costs, layers)
+    # what the drafter and the pace have learned goes on from text to text
+    round_ = round_for(speculation, stage, layers, stage.choose, drafter_for(speculation), costs.own, lambda: stage.seconds)
+    totals = [LevelCounts() for _ in round_.sources]
     for number, recording in enumerate(recordings):
-        stage = _Stage(recording, costs, layers)
-        round_ = round_for(fixed, stage, layers, stage.choose, drafter, costs.own)
-        totals = totals or [LevelCounts() for _ in round_.sources]
+        stage.take(recording)
         known = recording.prompt + 1
         blocks = tuple(range((len(recording.tokens) + window) // _SIZE + 1))
         told, ended = False, (number,) if number else ()
@@ -141,5 +144,4 @@ def replay(speculation: SpeculationSettings, recordings: Sequence[Recording], co
             known += len(result.sequences[0].tokens)  # past the end in the last round: the engine does not see it coming either
             stage.seconds += costs.a_round
         tokens += len(recording.tokens) - recording.prompt - 1
-        seconds += stage.seconds
-    return tokens / seconds, totals
+    return tokens / stage.seconds, totals

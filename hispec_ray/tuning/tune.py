@@ -42,7 +42,7 @@ class Tuning:
 
     def settings_block(self) -> str:
         """The chosen plan as it stands under `args:` in a deployment file."""
-        values = self.chosen.model_copy(update={"pace": "auto"}).model_dump(exclude_defaults=True, exclude_none=True)
+        values = self.chosen.model_dump(exclude_defaults=True, exclude_none=True)
         return yaml.safe_dump({"speculation": {"method": self.chosen.method, **values}}, sort_keys=False)
 
 

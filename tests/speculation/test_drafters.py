@@ -22,12 +22,12 @@ def write(drafter: LookupDrafter, id: int, tokens: Sequence[int]) -> None:
     drafter.committed(id, tokens, [0] * len(tokens))
 
 
-def said(drafter: LookupDrafter, id: int, tentative: Sequence[int] = (), most: int = 4) -> list[int]:
-    return [guess.token for guess in drafter.propose(id, tentative, most)]
+def said(drafter: LookupDrafter, id: int, tentative: Sequence[int] = (), most: int = 4, least: float = 0.01) -> list[int]:
+    return [guess.token for guess in drafter.propose(id, tentative, most, least)]
 
 
 def test_a_text_that_repeats_is_foretold() -> None:
-    drafter = LookupDrafter(0.05)
+    drafter = LookupDrafter()
     read(drafter, 1, [1, 2, 3, 4, 5, 6, 1, 2, 3])
     assert said(drafter, 1) == [4, 5, 6, 1]
     assert said(drafter, 1, most=2) == [4, 5]
@@ -36,13 +36,13 @@ def test_a_text_that_repeats_is_foretold() -> None:
 
 
 def test_what_follows_last_counts() -> None:
-    drafter = LookupDrafter(0.05)
+    drafter = LookupDrafter()
     read(drafter, 1, [1, 2, 3, 1, 2, 4, 0, 1, 2])
     assert said(drafter, 1, most=1) == [4]
 
 
 def test_other_texts_are_remembered_and_its_own_prompt_goes_before() -> None:
-    drafter = LookupDrafter(0.05)
+    drafter = LookupDrafter()
     read(drafter, 1, [1])
     said(drafter, 1)
     write(drafter, 1, [2, 3, 4, 5])
@@ -56,14 +56,14 @@ def test_other_texts_are_remembered_and_its_own_prompt_goes_before() -> None:
 
 def test_prompts_of_others_are_not_shown_around() -> None:
     """What stands in a prompt is looked up for that prompt's own sequence alone: only what the model wrote is shared."""
-    drafter = LookupDrafter(0.01)
+    drafter = LookupDrafter()
     read(drafter, 1, [1, 2, 3, 4, 5, 6, 7, 8])
     read(drafter, 2, [1, 2, 3])
     assert said(drafter, 2) == []
 
 
 def test_a_history_that_the_cache_spared_is_known_too() -> None:
-    drafter = LookupDrafter(0.05)
+    drafter = LookupDrafter()
     drafter.begin(plan_of(1, [1, 2], 4, [1, 2, 3, 4]))
     assert said(drafter, 1, most=2) == [3, 4]
     drafter.begin(plan_of(1, [1, 2, 9], 4, [1, 2, 3, 4]))  # preempted, and admitted again
@@ -72,28 +72,28 @@ def test_a_history_that_the_cache_spared_is_known_too() -> None:
 
 def test_a_source_that_fails_falls_silent_and_comes_back() -> None:
     """Confidence is earned at every token, asked or not."""
-    drafter = LookupDrafter(0.5)
+    drafter = LookupDrafter()
     period = [1, 2, 3, 4, 5]
     read(drafter, 1, period * 2)
     write(drafter, 1, period * 6)
-    assert said(drafter, 1) == [1, 2, 3, 4]
+    assert said(drafter, 1, least=0.5) == [1, 2, 3, 4]
     dice = random.Random(0)
     write(drafter, 1, [dice.randrange(1, 6) for _ in range(200)])
-    assert said(drafter, 1, [1, 2, 3]) == []
+    assert said(drafter, 1, [1, 2, 3], least=0.5) == []
     write(drafter, 1, period * 12)
-    assert said(drafter, 1)[:2] == [1, 2]
+    assert said(drafter, 1, least=0.5)[:2] == [1, 2]
 
 
 def test_the_full_depths_second_choice_is_the_second_candidate() -> None:
-    drafter = LookupDrafter(0.05)
+    drafter = LookupDrafter()
     read(drafter, 1, [5, 6])
-    drafter.committed(1, [7, 6], [8, 9])
-    (guess,) = drafter.propose(1, [], 1)
+    drafter.committed(1, [7, 5, 6], [8, 9, 9])
+    (guess,) = drafter.propose(1, [], 1, 0.05)
     assert (guess.token, guess.second) == (7, 8)
 
 
 def test_memory_is_bounded() -> None:
-    drafter = LookupDrafter(0.5, entries=100)
+    drafter = LookupDrafter(entries=100)
     read(drafter, 1, [0])
     write(drafter, 1, list(range(1, 2000)))
     assert not drafter._follows, "nobody has asked yet"

@@ -90,7 +90,7 @@ def test_same_tokens_whoever_guesses_and_however_sure(hierarchy: str, guesser: s
     levels = levels if drafts else levels[1:]
     texts = [*mixed_texts(), *(Text(9 + i, [1, 2, 3] * 6, 40, 0.3 * i, 5) for i in range(2))]
     wanted = expected(say, texts)
-    round_ = Round(FakeModel(say), levels, choose_torch, LookupDrafter(0.05) if looks_up else None, DOUBTS[doubt])
+    round_ = Round(FakeModel(say), levels, choose_torch, LookupDrafter() if looks_up else None, DOUBTS[doubt], confidence=0.05)
     steps = finish(round_, texts, levels)
     assert [text.tokens for text in texts] == wanted
     check_figures(levels, texts, steps)
@@ -111,7 +111,7 @@ def test_a_row_that_passes_an_exit_goes_through_its_layer_once(hierarchy: str, g
     texts = [*mixed_texts(), Text(9, [1, 2, 3] * 6, 40, 0.3, 5)]
     wanted = expected(say, texts)
     model = FakeModel(say, own)
-    steps = finish(Round(model, levels, choose_torch, LookupDrafter(0.05) if looks_up else None, DOUBTS[doubt]), texts, levels)
+    steps = finish(Round(model, levels, choose_torch, LookupDrafter() if looks_up else None, DOUBTS[doubt], confidence=0.05), texts, levels)
     assert [text.tokens for text in texts] == wanted
     check_figures(levels, texts, steps)
     counts = [sum(result.levels[place - len(levels)].rows for _, result in steps) for place in range(len(levels))]

@@ -115,10 +115,10 @@ def test_climbing_finds_the_top_of_a_hill() -> None:
     start = next(families(DEPTHS, heads=None, methods=("hispec",), drafters=("mixed",)))
 
     def score(s: SpeculationSettings) -> float:
-        return -abs(s.draft_tokens - 8) - abs(s.window - 12) - abs(s.lookup_confidence - 0.2) - s.stop_below - s.branches
+        return -abs(s.draft_tokens - 8) - abs(s.window - 12) - s.stop_below - s.branches
 
     top, best = climb(start, score)
-    assert (best.draft_tokens, best.window, best.lookup_confidence, best.stop_below, best.branches) == (8, 12, 0.2, 0.0, 0)
+    assert (best.draft_tokens, best.window, best.stop_below, best.branches) == (8, 12, 0.0, 0)
     assert top == 0
     assert best.draft_tokens in GRID["draft_tokens"]
 

@@ -1,0 +1,189 @@
+"""What a round has before it: each sequence's tentative tokens and branches, the block tables, and the hidden rows between segments.
+
+A branch is a second candidate for one token of a sequence. It has a line of its own in the block tables, which is the sequence's but
+for the block that the token is in: that one is the branch's own, and begins as a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from hispec_ray.core.plan import IntArray, Rows, SequencePlan, StepPlan
+
+
+class Memory(Protocol):
+    """What is needed of a decoder here; see `hispec_ray.model.decoder.Decoder`."""
+
+    block_size: int
+
+    def empty_rows(self, count: int) -> torch.Tensor: ...
+
+    def copy_slots(self, source: IntArray, target: IntArray) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """A second candidate for the token at `index`; nothing follows it. ran: segments that its row has been through."""
+
+    index: int
+    token: int
+    origin: int
+    line: int  # of the block tables
+    home: int  # line of the held rows
+    block: int  # its own, in place of the sequence's at this index
+    ran: int = 0
+
+
+class SequenceState:
+    """A sequence during a round. Counts and indices are relative to the plan's start.
+
+    tokens: known tokens, tentative ones last; origins[i] is the source of tentative token i.
+    windows: most tentative tokens of each level. direct: only the drafter guesses, and the top is the first to look.
+    settled[l]: tokens that level l has chosen or kept. marks[l]: rows that segment l has run: the watermark.
+    ready: a level below the top is unsure, and the next one should look.
+    line: the sequence's line in the block tables; home: of its first token in the held rows.
+    seen[l], kept[l]: guesses that level l looked at, up to the first that it did not keep.
+    spare: (line of the block tables, line of the held rows, block) that a branch may take. seconds: the top's second choices at the end.
+    """
+
+    __slots__ = (
+        "branches", "direct", "first", "home", "kept", "line", "marks", "origins",
+        "plan", "ready", "seconds", "seen", "settled", "spare", "tokens", "windows",
+    )  # fmt: skip
+
+    def __init__(self, plan: SequencePlan, line: int, home: int, windows: Sequence[int]) -> None:
+        levels = len(windows)
+        self.plan = plan
+        self.line = line
+        self.home = home
+        self.windows = windows
+        self.direct = False
+        self.tokens = list(plan.tokens)
+        self.first = len(plan.tokens)
+        self.origins: list[int] = []
+        self.settled = [self.first] * levels
+        self.marks = [0] * levels
+        self.ready = False
+        self.branches: list[Branch] = []
+        self.spare: list[tuple[int, int, int]] = []
+        self.seconds: list[int] = []
+        self.seen = [0] * levels
+        self.kept = [0] * levels
+
+    def drop(self, branches: Sequence[Branch]) -> None:
+        for branch in branches:
+            self.branches.remove(branch)
+            self.spare.append((branch.line, branch.home, branch.block))
+
+
+class RoundState:
+    """The sequences of one round and where everything of theirs lies.
+
+    sequences: in the plan's order. tables: int64[T, B], block tables: a line for each sequence, then one for each branch that may come.
+    """
+
+    def __init__(self, plan: StepPlan, windows: Sequence[int], branches: int, memory: Memory) -> None:
+        """branches: most of a sequence at a time; each needs a block behind those that the sequence's window needs."""
+        self.sequences: list[SequenceState] = []
+        self._memory = memory
+        size, lines, homes = memory.block_size, len(plan.sequences), 0
+        for line, sequence in enumerate(plan.sequences):
+            s = SequenceState(sequence, line, homes, windows)
+            homes += s.first + sequence.room
+            if sequence.room and branches:
+                needed = (sequence.start + s.first + sequence.room - 1) // size + 1
+                for block in sequence.blocks[needed : needed + branches]:
+                    s.spare.append((lines, homes, block))
+                    lines += 1
+                    homes += 1
+            self.sequences.append(s)
+        self.tables = np.zeros((lines, max(len(s.blocks) for s in plan.sequences)), dtype=np.int64)
+        for s in self.sequences:
+            self.tables[s.line, : len(s.plan.blocks)] = s.plan.blocks
+        self._held: torch.Tensor | None = None
+        self._homes = homes
+
+    @property
+    def held_bytes(self) -> int:
+        """What the hidden rows between segments take: the only memory that the hierarchy adds."""
+        return 0 if self._held is None else self._held.nbytes
+
+    def held(self) -> torch.Tensor:
+        """The hidden rows between segments: a place for each token and branch that may come."""
+        if self._held is None:
+            self._held = self._memory.empty_rows(self._homes)
+        return self._held
+
+    def branch(self, s: SequenceState, index: int, token: int, origin: int, ran: int = 0) -> bool:
+        """Offer a second candidate, on a copy of the block that it is in; return False where no block is spare.
+
+        ran: segments that the candidate's row has been through, in the place where the token at `index` stands now.
+        """
+        if not s.spare:
+            return False
+        line, home, block = s.spare.pop()
+        size = self._memory.block_size
+        position = s.plan.start + index
+        self.tables[line] = self.tables[s.line]
+        self.tables[line, position // size] = block
+        places = np.arange(position % size + (1 if ran else 0))
+        if len(places):
+            self._memory.copy_slots(s.plan.blocks[position // size] * size + places, block * size + places)
+        if ran:
+            held = self.held()
+            held[home] = held[s.home + index]
+        s.branches.append(Branch(index, token, origin, line, home, block, ran))
+        return True
+
+    def adopt(self, s: SequenceState, branch: Branch, *, held: bool) -> None:
+        """Go on from a branch: its row takes the place of the token that stood there. held: its hidden row is still needed."""
+        size = self._memory.block_size
+        position = s.plan.start + branch.index
+        offset = position % size
+        source, target = branch.block * size + offset, s.plan.blocks[position // size] * size + offset
+        self._memory.copy_slots(np.array([source]), np.array([target]))
+        if held:
+            rows = self.held()
+            rows[s.home + branch.index] = rows[branch.home]
+        s.tokens.append(branch.token)
+        s.origins.append(branch.origin)
+
+    def rows(self, segment: int, states: Sequence[SequenceState]) -> tuple[Rows, list[int]]:
+        """The rows that the segment has not run, each sequence's tokens and then its branches, and their places among the held rows."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        lines: list[int] = []
+        slots: list[int] = []
+        homes: list[int] = []
+        more: list[tuple[int, int]] = []  # further slots of a row: in the blocks of the branches that descend from it
+        size = self._memory.block_size
+        for s in states:
+            start, known, blocks = s.marks[segment], len(s.tokens), s.plan.blocks
+            place = range(s.plan.start + start, s.plan.start + known)
+            row = len(tokens) - start
+            tokens += s.tokens[start:]
+            positions += place
+            lines += [s.line] * len(place)
+            slots += [blocks[p // size] * size + p % size for p in place]
+            homes += range(s.home + start, s.home + known)
+            for branch in s.branches:
+                position = s.plan.start + branch.index
+                for p in range(max(place.start, position // size * size), position):
+                    more.append((branch.block * size + p % size, row + p - s.plan.start))
+                if branch.ran <= segment:
+                    tokens.append(branch.token)
+                    positions.append(position)
+                    lines.append(branch.line)
+                    slots.append(branch.block * size + position % size)
+                    homes.append(branch.home)
+        columns = np.array((tokens, positions, lines, slots, range(len(tokens))), dtype=np.int64)
+        if not more:
+            return Rows(columns[0], columns[1], columns[2], self.tables, columns[3], columns[4]), homes
+        extra = np.array(more, dtype=np.int64).T
+        slots_of, rows_of = np.concatenate((columns[3:5], extra), axis=1)
+        return Rows(columns[0], columns[1], columns[2], self.tables, slots_of, rows_of), homes
