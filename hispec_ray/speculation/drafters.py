@@ -33,9 +33,10 @@ _MEMORY = 100
 
 
 class Guess(NamedTuple):
-    """A guess of a drafter. second: another candidate, where it has one."""
+    """A guess of a drafter. chance: that it and those before it are right. second: another candidate, where one is likely enough."""
 
     token: int
+    chance: float
     second: int | None = None
 
 
@@ -134,15 +135,13 @@ class LookupDrafter:
         guesses: list[Guess] = []
         chance = 1.0
         while len(guesses) < most:
-            best = self._best(self._candidates(text, recent), foretold)
-            if best is None:
+            ranked = self._ranked(self._candidates(text, recent), foretold)
+            if not ranked or chance * ranked[0][0] < least or ranked[0][0] < each:
                 break
-            share, token = best
+            share, token = ranked[0]
+            second = ranked[1][1] if len(ranked) > 1 and chance * ranked[1][0] >= least else None
             chance *= share
-            if chance < least or share < each:
-                break
-            others = (candidate for candidate in self._after.get(recent[-1], ()) if candidate != token)
-            guesses.append(Guess(token, next(others, None)))
+            guesses.append(Guess(token, chance, second))
             recent = (*recent, token)[-LENGTHS[0] :]
             foretold += _FORTUNE_STEP * (1.0 - foretold)
         return guesses
@@ -153,11 +152,11 @@ class LookupDrafter:
             recent = tuple(text.tokens[-LENGTHS[0] :])
             if recent:
                 candidates = self._candidates(text, recent)
-                best = self._best(candidates, text.foretold)
+                ranked = self._ranked(candidates, text.foretold)
                 fortune = int(text.foretold * _FORTUNES * 0.999)
                 for candidate, kind in candidates.items():
                     self._confidence.learn(kind, fortune, candidate == token)
-                text.foretold += _FORTUNE_STEP * ((best is not None and best[1] == token) - text.foretold)
+                text.foretold += _FORTUNE_STEP * ((bool(ranked) and ranked[0][1] == token) - text.foretold)
                 self._after[recent[-1]] = token, second
             for length in LENGTHS:
                 if len(recent) >= length:
@@ -186,8 +185,7 @@ class LookupDrafter:
             token: (own.get(token, 0) * lengths + others.get(token, 0)) * _RANKS + ranks.get(token, 0) for token in (own | others | ranks)
         }
 
-    def _best(self, candidates: dict[int, int], foretold: float) -> tuple[float, int] | None:
-        """The most confident candidate and its confidence; of equals the first, whose n-gram is the longest."""
+    def _ranked(self, candidates: dict[int, int], foretold: float) -> list[tuple[float, int]]:
+        """Candidates with their confidence, the most confident first; of equals the one with the longest n-gram."""
         fortune = int(foretold * _FORTUNES * 0.999)
-        found = [(self._confidence.of(kind, fortune), token) for token, kind in candidates.items()]
-        return max(found, key=lambda each: each[0]) if found else None
+        return sorted(((self._confidence.of(kind, fortune), token) for token, kind in candidates.items()), key=lambda each: -each[0])

@@ -131,15 +131,15 @@ class Pace:
         self._usual = [_PRIOR] * len(self._windows)  # shares that a new sequence starts with
         self._habits: dict[int, _Habit] = {}
         self._choices: dict[tuple[object, ...], tuple[float, tuple[int, ...]]] = {}
-        self._prices: dict[int, tuple[float, float]] = {}
+        self._row_seconds: dict[int, tuple[float, float] | None] = {}
         self._batch = 0
         self._rounds = 0
         self._balance = 0.0
         self._gain = 1.0  # how many times plain decoding's speed lately
         self._ended: float | None = None
 
-    def begin(self, plan: StepPlan, now: float) -> list[tuple[int, ...]]:
-        """Return each sequence's windows for the round that starts `now` (seconds)."""
+    def begin(self, plan: StepPlan, now: float) -> None:
+        """Take note of a round that starts `now` (seconds)."""
         for id in plan.ended:
             self._habits.pop(id, None)
         decoding = [s for s in plan.sequences if s.room]
@@ -147,48 +147,55 @@ class Pace:
             self._outside.add(1, min(now - self._ended, 3 * self._outside.of(1) or 0.001))
         self._rounds += 1
         self._batch = len(decoding)
-        self._prices.clear()
-        return [self._windows_for(s.id, self._batch) if s.room else self._none for s in plan.sequences]
+        self._row_seconds.clear()
+        for s in decoding:
+            if s.id not in self._habits:
+                self._habits[s.id] = _Habit(list(self._usual))
+            self._habits[s.id].rounds += 1
 
     def takes_lookups(self) -> bool:
-        """Whether a lookup may guess in this round where no other guess pays."""
+        """Whether a lookup's guesses may go straight to the full depth in this round."""
         plain = self.plain_seconds(self._batch)
         return plain > 0 and self._balance > -_DEBT * plain
 
+    def prefers(self, id: int, chances: Sequence[float]) -> bool:
+        """Whether a lookup's guesses, straight to the full depth, promise more than the windows would. chances: as in `Guess`, one each."""
+        gain = self._considered(id).gain
+        if gain < _MARGIN or self._balance < 0:
+            return True
+        plain, row = self.plain_seconds(self._batch), self._row(len(self._windows) - 1)
+        rows = self._batch * len(chances) * row[0] if row else 0.0
+        return plain * (1 + sum(chances)) >= gain * (plain + rows)
+
     def price(self, level: int, id: int | None = None) -> Price:
         """Which of a lookup's guesses pay that `level` is the first to look at; id: of a sequence for which an exit would guess instead."""
-        if level not in self._prices:
-            self._prices[level] = self._least(level)
-        least, worth = self._prices[level]
-        if id is None or not worth:
-            return Price(least, 0.0)
-        return Price(least, self._habits[id].shares[self._bottom] - self.guess.of(self._batch) / worth)
-
-    def _least(self, level: int) -> tuple[float, float]:
-        """The least chance at which a guess pays, and seconds that one is worth which passes the level, 0 where that is not known."""
-        batch, plain = self._batch, self.plain_seconds(self._batch)
-        top = len(self._windows) - 1
-        looks = [*self.segments[: level + 1], self.heads[level]]
-        deep = [*self.segments[level + 1 :], self.heads[top]] if level < top else []
-        now, later = ([cost.slope(batch, batch * (self._windows[at] + 1)) for cost in costs] for costs, at in ((looks, level), (deep, top)))
-        if not plain or None in now or None in later:
-            return _UNPRICED, 0.0
-        worth = plain / batch / max(1.0, self._gain) - sum(slope or 0.0 for slope in later)
+        row, plain = self._row(level), self.plain_seconds(self._batch)
+        if row is None or not plain:
+            return Price(_UNPRICED, 0.0)
+        look, later = row
+        worth = plain / self._batch / max(1.0, self._gain) - later  # of a guess that this level keeps
         if worth <= 0:
-            return 1.0, 0.0
-        return min(1.0, sum(slope or 0.0 for slope in now) / worth), worth
+            return Price(1.0, 0.0)
+        each = self._habits[id].shares[self._bottom] - self.guess.of(self._batch) / worth if id is not None else 0.0
+        return Price(min(1.0, look / worth), each)
 
-    def _windows_for(self, id: int, batch: int) -> tuple[int, ...]:
-        habit = self._habits.get(id)
-        if habit is None:
-            habit = self._habits[id] = _Habit(list(self._usual))
-        habit.rounds += 1
-        made = batch, self._rounds // _FORGET
-        if not self._options:
-            return self._none
-        if habit.made != made:
-            habit.gain, habit.windows = self._best(batch, habit.shares)
-            habit.made = made if habit.gain else None  # not before plain decoding was measured
+    def _row(self, level: int) -> tuple[float, float] | None:
+        """Seconds of a further row in all that is run until `level` has looked, and in what is behind it; None where none was measured."""
+        if level not in self._row_seconds:
+            top = len(self._windows) - 1
+            looks = [*self.segments[: level + 1], self.heads[level]]
+            later = [*self.segments[level + 1 :], self.heads[top]] if level < top else []
+            parts = []
+            for costs, window in ((looks, self._windows[level]), (later, self._windows[top])):
+                slopes = [cost.slope(self._batch, self._batch * (window + 1)) for cost in costs]
+                parts.append(None if None in slopes else sum(slope or 0.0 for slope in slopes))
+            now, then = parts
+            self._row_seconds[level] = None if now is None or then is None else (now, then)
+        return self._row_seconds[level]
+
+    def windows(self, id: int) -> tuple[int, ...]:
+        """Return the windows of a sequence that decodes in this round."""
+        habit = self._considered(id)
         if not habit.gain:
             return self._none
         if habit.gain >= _MARGIN and self._balance >= 0:
@@ -200,6 +207,15 @@ class Pace:
             habit.failed += 1
             return self._smallest()
         return self._none
+
+    def _considered(self, id: int) -> _Habit:
+        """The sequence's habit with the best choice for it; its gain is 0 until plain decoding is timed, and where no exit takes part."""
+        habit = self._habits[id]
+        made = self._batch, self._rounds // _FORGET
+        if habit.made != made and self._options:
+            habit.gain, habit.windows = self._best(self._batch, habit.shares)
+            habit.made = made if habit.gain else None
+        return habit
 
     def _smallest(self) -> tuple[int, ...]:
         """The windows of a round that costs little and still asks every level."""

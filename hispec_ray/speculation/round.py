@@ -132,10 +132,12 @@ class Round:
         self._counts = [LevelCounts() for _ in self.sources]
         self._state = RoundState(plan, self._windows, self._doubt.branches, self._model)
         states = self._state.sequences
-        if self._pace:
-            self._set_pace(self._pace, plan, states, started)
         if self._drafter:
             self._drafter.begin(plan)
+        if self._pace:
+            self._pace.begin(plan, started)
+            for s in states:
+                self._set_pace(self._pace, s)
         self._advance(self._top, states)
         results = [SequenceResult(s.plan.id, s.tokens[s.first :], s.origins) for s in states]
         if self._drafter:
@@ -147,16 +149,24 @@ class Round:
         self.peak_held_bytes = max(self.peak_held_bytes, self._state.held_bytes)
         return StepResult(results, self._counts)
 
-    def _set_pace(self, pace: Pace, plan: StepPlan, states: list[SequenceState], now: float) -> None:
-        direct = (*(0 for _ in self._windows[1:]), self._windows[-1])
-        for s, windows in zip(states, pace.begin(plan, now), strict=True):
-            s.direct = self._drafter is not None and not any(windows) and pace.takes_lookups()
-            s.windows = direct if s.direct else windows
+    def _set_pace(self, pace: Pace, s: SequenceState) -> None:
+        """Choose who guesses for a sequence, and how far."""
+        if not s.plan.room:
+            return
+        if self._drafter and pace.takes_lookups():
+            most = min(self._windows[-1], s.plan.room)
+            guesses = self._drafter.propose(s.plan.id, (), most, pace.price(self._top).least)
+            if guesses and pace.prefers(s.plan.id, [guess.chance for guess in guesses]):
+                s.direct, s.windows = guesses, (*(0 for _ in self._windows[1:]), self._windows[-1])
+                return
+        s.windows = pace.windows(s.plan.id)
 
     def _advance(self, level: int, states: list[SequenceState]) -> None:
         guessing = [s for s in states if s.windows[level] and s.plan.room]
-        if self._drafter and any(s.direct for s in guessing):
-            self._look_up(level, [s for s in guessing if s.direct])
+        if level == self._top:
+            for s in guessing:
+                if s.direct:
+                    self._add(s, s.direct)
             guessing = [s for s in guessing if not s.direct]
         if not guessing:
             pass
@@ -183,23 +193,26 @@ class Round:
         """Let the drafter guess; return those sequences for which it does not."""
         assert self._drafter
         silent: list[SequenceState] = []
-        count = self._counts[0]
         for s in states:
             space = self._space(level, s)
             guesses: list[Guess] = []
             if space > 0:
-                exit_guesses = self._bottom == 1 and not s.direct
+                exit_guesses = self._bottom == 1
                 price = self._pace.price(level, s.plan.id if exit_guesses else None) if self._pace else Price(self._confidence, 0.0)
                 guesses = self._drafter.propose(s.plan.id, s.tokens[s.first :], space, price.least, price.each)
-            for guess in guesses:
-                s.tokens.append(guess.token)
-                s.origins.append(0)
-                if guess.second is not None:
-                    self._state.branch(s, len(s.tokens) - 1, guess.second, 0)
-            count.own += len(guesses)
+            self._add(s, guesses)
             if not guesses:
                 silent.append(s)
         return silent
+
+    def _add(self, s: SequenceState, guesses: Sequence[Guess]) -> None:
+        """Take guesses of the drafter up."""
+        for guess in guesses:
+            s.tokens.append(guess.token)
+            s.origins.append(0)
+            if guess.second is not None:
+                self._state.branch(s, len(s.tokens) - 1, guess.second, 0)
+        self._counts[0].own += len(guesses)
 
     def _guess(self, level: int, states: list[SequenceState]) -> None:
         """Fill the window of the lowest level that looks: by the drafter where it is confident, by the draft exit elsewhere."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from hispec_ray.core.plan import IntArray, Rows, SequencePlan, StepPlan
+from hispec_ray.speculation.drafters import Guess
 
 
 class Memory(Protocol):
@@ -43,7 +44,7 @@ class SequenceState:
     """A sequence during a round. Counts and indices are relative to the plan's start.
 
     tokens: known tokens, tentative ones last; origins[i] is the source of tentative token i.
-    windows: most tentative tokens of each level. direct: only the drafter guesses, and the top is the first to look.
+    windows: most tentative tokens of each level. direct: guesses of the drafter for the top to look at first, with no others.
     settled[l]: tokens that level l has chosen or kept. marks[l]: rows that segment l has run: the watermark.
     ready: a level below the top is unsure, and the next one should look.
     line: the sequence's line in the block tables; home: of its first token in the held rows.
@@ -62,7 +63,7 @@ class SequenceState:
         self.line = line
         self.home = home
         self.windows = windows
-        self.direct = False
+        self.direct: Sequence[Guess] = ()
         self.tokens = list(plan.tokens)
         self.first = len(plan.tokens)
         self.origins: list[int] = []

@@ -40,7 +40,8 @@ class Machine:
         pace, top = self.pace, len(self.layers) - 1
         plan = StepPlan(tuple(plans))
         start = self.clock
-        windows = pace.begin(plan, start)
+        pace.begin(plan, start)
+        windows = [pace.windows(part.id) for part in plans]
         seen = [[0] * (top + 1) for _ in plans]
         kept = [[0] * (top + 1) for _ in plans]
         tokens = []
@@ -135,13 +136,50 @@ def test_a_big_batch_of_poor_guesses_decodes_plainly() -> None:
     for _ in range(60):
         machine.round([[0.5] * 3] * 8, [SequencePlan(i, (0,), 5, (0,), True, 20, 0.0, 0) for i in range(8)])
     plan = StepPlan(tuple(SequencePlan(i, (0,), 5, (0,), True, 20, 0.0, 0) for i in range(8)))
-    assert sum(map(sum, machine.pace.begin(plan, machine.clock))) == 0
+    machine.pace.begin(plan, machine.clock)
+    assert sum(sum(machine.pace.windows(part.id)) for part in plan.sequences) == 0
 
 
-def test_sequences_that_read_their_prompt_have_no_windows_and_teach_nothing() -> None:
+def priced(row: float, batch: int = 1, window: int = 8) -> Pace:
+    """A pace that has seen plain passes of a second each, and passes of more rows."""
+    pace = Pace((window,), drafts=False)
+    plan = StepPlan(tuple(SequencePlan(i, (0,), 5, (0,), True, window, 0.0, 0) for i in range(batch)))
+    pace.begin(plan, 0.0)
+    for rows in (1, 2, 4):
+        pace.segments[0].add(rows * batch, 1.0 + row * (rows - 1) * batch)
+        pace.heads[0].add(rows * batch, 0.0)
+    pace.end(plan, batch, [], 0.0, 1.0)
+    pace.begin(plan, 1.0)
+    return pace
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("row", [0.01, 0.1, 0.4])
+def test_a_guess_is_priced_by_what_a_row_costs_and_a_token_is_worth(row: float, batch: int) -> None:
+    """A row costs `row` seconds; a token is worth the seconds of a plain pass over the sequences that share it."""
+    assert priced(row, batch).price(0).least == pytest.approx(min(1.0, row * batch), rel=0.05)
+
+
+def test_lookups_wait_until_plain_decoding_was_timed_and_stop_at_the_debt() -> None:
+    pace = Pace((8,), drafts=False)
+    plan = StepPlan((SequencePlan(1, (0,), 5, (0,), True, 8, 0.0, 0),))
+    pace.begin(plan, 0.0)
+    assert pace.windows(1) == (0,)
+    assert not pace.takes_lookups()
+    pace = priced(0.1)
+    assert pace.takes_lookups()
+    for _ in range(40):  # rounds of one token that take twice as long as plain decoding
+        pace.end(plan, 1, [], 0.0, 2.0)
+    assert not pace.takes_lookups()
+    for _ in range(600):  # plain ones earn the allowance
+        pace.end(plan, 1, [], 0.0, 1.0)
+    assert pace.takes_lookups()
+
+
+def test_sequences_that_read_their_prompt_teach_nothing() -> None:
     pace = Pace((0, 2, 4), drafts=True)
     plan = StepPlan((SequencePlan(1, (0, 1, 2), 0, (0,), True, 0, 0.0, 0),))
-    assert pace.begin(plan, 0.0) == [(0, 0, 0)]
+    pace.begin(plan, 0.0)
     pace.end(plan, 1, [], 0.0, 1.0)
     assert pace.plain_seconds(1) == 0.0
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from hispec_ray import LLM, SamplingParams
 from hispec_ray.abacus.problems import stream
 from hispec_ray.config import Settings, SpeculationSettings
+from hispec_ray.speculation.choice import Choices
 from hispec_ray.speculation.pace import Cost
 from hispec_ray.tuning.costs import Costs, measure
 from hispec_ray.tuning.planner import GRID, PLAIN, climb, describe, families, predict
@@ -106,6 +110,50 @@ def test_expected_speed_is_tokens_over_costs(recordings: dict[float, list[Record
     assert replay(PLAIN, recordings[0.0], costs, LAYERS)[0] == pytest.approx(1 / (LAYERS * 0.001 + 0.005))
 
 
+def text_that_turns(lengths: Sequence[int]) -> Recording:
+    """Tokens that repeat, then tokens by the dice, and so on; its exits are never right."""
+    dice = random.Random(7)
+    tokens = [1]
+    for number, length in enumerate(lengths):
+        tokens += [dice.randrange(2, 50_000) if number % 2 else 2 + i % 12 for i in range(length)]
+    said = {depth: Choices([0] * len(tokens), [0] * len(tokens), [1.0] * len(tokens)) for depth in DEPTHS}
+    said[LAYERS] = Choices(tokens[1:], [0] * len(tokens), [1.0] * len(tokens))
+    return Recording(tuple(tokens), 1, 0.0, 0, said)
+
+
+@pytest.mark.parametrize("method", ["single", "hispec"])
+@pytest.mark.parametrize("drafter", ["lookup", "mixed"])
+def test_lookups_cost_little_on_a_text_that_turns_unguessable_and_pay_again(method: str, drafter: str) -> None:
+    """Each row costs a tenth of a pass, and the exits never agree: only what the lookup says is worth a row."""
+    lengths = (1000, 2000, 1000)
+    text = text_that_turns(lengths)
+    speculation = SpeculationSettings.model_validate(
+        {"method": method, "drafter": drafter, "exits": {"draft": 2, "check": 4}, "draft_tokens": 6, "window": 6}
+    )
+    costs = flat(1 / LAYERS)
+    costs.layer = Cost()
+    costs.layer.add(1, 1 / LAYERS)
+    costs.layer.add(11, 2 / LAYERS)
+    ends = [sum(lengths[:part]) for part in range(1, 4)]
+    seconds = [end / replay(speculation, [replace(text, tokens=text.tokens[: end + 1])], costs, LAYERS)[0] for end in ends]
+    easy, hard, again = (b - a for a, b in itertools.pairwise([0.0, *seconds]))
+    assert easy < 1000 / 2.5, "a text that repeats is foretold"
+    assert hard < 2000 * 1.03, "what cannot be guessed costs no more than it is allowed to"
+    assert again < 1000 / 2.5, "and it pays again"
+    assert easy + hard + again == pytest.approx(seconds[-1])
+
+
+def test_lookups_go_straight_to_the_full_depth_where_the_check_exit_does_not_pay() -> None:
+    text = text_that_turns((600,))
+    speculation = SpeculationSettings.model_validate(
+        {"method": "hispec", "drafter": "lookup", "exits": {"check": 4}, "draft_tokens": 4, "window": 6}
+    )
+    _, (lookup, check, full) = replay(speculation, [text], flat(1.0), LAYERS)
+    assert full.accepted > 400
+    assert lookup.own >= full.accepted
+    assert check.passes < 20
+
+
 def test_families_have_every_shape_once() -> None:
     shapes = list(families(DEPTHS, heads=None, methods=("plain", "single", "hispec"), drafters=("exit", "lookup", "mixed")))
     assert len(shapes) == len({describe(shape) for shape in shapes}) == 3 + 3 + 3 + 1 + 3 + 3
@@ -158,7 +206,8 @@ def test_the_settings_block_is_one_that_a_deployment_takes(tuned: Tuning) -> Non
 
     block = yaml.safe_load(tuned.settings_block())
     speculation = Settings.model_validate(block).speculation
-    assert speculation.model_copy(update={"pace": "auto"}) == tuned.chosen.model_copy(update={"pace": "auto"})
+    assert speculation == tuned.chosen
+    assert speculation.pace == "auto"
 
 
 def test_a_model_that_says_nothing_is_refused_in_one_line(tiny_folder: Any) -> None:
