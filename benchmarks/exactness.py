@@ -53,7 +53,7 @@ SETTINGS = (
     plan("plain"),
 )
 SEED = 11
-LONGEST = 160  # prompt tokens; with longer ones the preempted runs would do little but read prompts again
+LONGEST, LONGEST_QUICK = 160, 64  # prompt tokens; with longer ones the preempted runs would do little but read prompts again
 NEAR_TIE = 1e-3  # of the scores (logits over temperature, with the noise)
 
 
@@ -159,7 +159,7 @@ def measure(
     seen: Counter[str] = Counter()
     plain = LLM(settings_of(dtype, args.threads, PLAIN, 1024))
     texts = prompts.from_folder(args.data, args.prompts) if args.data else prompts.mixed(args.prompts)
-    ids = [plain.encode(text)[:LONGEST] for text in texts]
+    ids = [plain.encode(text)[: LONGEST_QUICK if args.quick else LONGEST] for text in texts]
     expected: dict[float, list[list[int]]] = {}
     for temperature in (0.0, 0.8):
         announce(f"{dtype} plain T={temperature}")
@@ -168,7 +168,7 @@ def measure(
         advance(len(ids))
     needs = sorted(-(-(len(prompt) + args.tokens) // 16) for prompt in ids)
     together = min(16, (len(ids) - args.alone) // 3)
-    scarce = max(needs[-1], sum(needs) * together // len(needs) // 2)  # half of what the preempted condition's prompts take on average
+    scarce = max(needs[-1], sum(needs) * together // len(needs) * 3 // 5)  # of what the preempted condition's prompts take on average
     for number, method in enumerate(chosen):
         name = describe(method)
         llms = {blocks: LLM(settings_of(dtype, args.threads, method, blocks), like=plain) for blocks in (1024, scarce)}
