@@ -26,11 +26,11 @@ from hispec_ray.training.trainer import TrainingSettings, train
 EXITS = (2, 4, 6)
 POSITIONS = 512
 SETTINGS = TrainingSettings(
-    steps=1800,
+    steps=2000,
     lines_per_step=16,
     micro_lines=8,
     learning_rate=2e-3,
-    warmup=1 / 30,
+    warmup=0.03,
     layer_dropout=0.1,
     exit_weight=0.5,
     save_every=100,
@@ -39,8 +39,14 @@ SETTINGS = TrainingSettings(
 )
 
 
+GROWING = 0.3
+"""Share of the training, at its start, in which problems grow from one step to all."""
+ECHOES = 0.55, 0.7
+"""The part of the training in which every other line is a problem's question said twice: what a solution needs is copied from there."""
+
+
 class ProblemBatches:
-    """Problems drawn anew for every step; in the first third of the training their number of steps grows from 1 to 5."""
+    """Problems drawn anew for every step, short ones first."""
 
     def __init__(self, tokenizer: Any, settings: TrainingSettings) -> None:
         self._tokenizer = tokenizer
@@ -48,12 +54,18 @@ class ProblemBatches:
 
     def batch(self, step: int) -> Sequence[Line]:
         rng = random.Random(f"abacus {self._settings.seed} {step}")
-        most = min(MOST_STEPS, 1 + int(3 * MOST_STEPS * step / self._settings.steps))
+        most = min(MOST_STEPS, 1 + int(MOST_STEPS * step / (GROWING * self._settings.steps)))
         drawn = (make(rng, rng.randint(1, most)) for _ in itertools.count())
-        return [self._line(problem) for problem in itertools.islice((p for p in drawn if not held_out(p)), self._settings.lines_per_step)]
+        problems = itertools.islice((p for p in drawn if not held_out(p)), self._settings.lines_per_step)
+        echoes = ECHOES[0] <= step / self._settings.steps < ECHOES[1]
+        return [self._echo(p) if echoes and i % 2 else self._line(p) for i, p in enumerate(problems)]
 
     def held_out(self) -> Sequence[Line]:
         return [self._line(problem) for problem in itertools.islice(stream(1, "held_out"), 128)]
+
+    def _echo(self, problem: Problem) -> Line:
+        prompt = self._tokenizer.encode(problem.prompt, add_special_tokens=False)
+        return Line((*prompt, *prompt), len(prompt))
 
     def _line(self, problem: Problem) -> Line:
         prompt, solution = (self._tokenizer.encode(text, add_special_tokens=False) for text in (problem.prompt, problem.solution))

@@ -4,8 +4,9 @@ Three things are kept, all from the past, so that nothing here can change a text
 
 * What passes cost on this machine, in seconds, by what is run and how many rows, as they are timed in every round.
 * For each sequence, how often each level lately kept what it was shown.
-* A balance: how much time speculation has saved against plain decoding so far, and an allowance on every token. A round that is
-  not expected to pay is only tried while the balance allows it; so speculation that fails costs no more than the allowance.
+* Two accounts, of the windows and of a lookup: how much time each has saved against plain decoding lately, and an allowance on every
+  token. What is not known to pay is only tried while its account allows it; so speculation that fails costs no more than the allowance,
+  and neither kind lives on what the other saves.
 
 Expected tokens of a round follow from the shares as a geometric series (Leviathan et al., arXiv 2211.17192, section 3), level by level.
 
@@ -31,7 +32,7 @@ _STEP = 0.1
 _PRIOR = 0.7
 """A level's share of kept guesses before it was asked."""
 _DEBT = 2.0
-"""Plain steps by which the balance may be short before a lookup's guesses are no longer taken."""
+"""Plain steps by which a lookup's account may be short before its guesses are no longer taken."""
 _UNPRICED = 0.3
 """The least chance at which a guess is taken before it is known what a further row costs."""
 _MARGIN = 1.02
@@ -115,10 +116,11 @@ class Price(NamedTuple):
 class Pace:
     """Chooses windows for a round's sequences, from none (plain decoding) up to the settings', and which guesses of a lookup are taken.
 
-    windows: most tentative tokens of each level, the settings' own; the first is 0 where the lowest level is a draft exit.
+    windows: most tentative tokens of each level, the settings' own; drafts: the first is a draft exit, and its window 0.
+    lookups: there is a lookup.
     """
 
-    def __init__(self, windows: Sequence[int], *, drafts: bool) -> None:
+    def __init__(self, windows: Sequence[int], *, drafts: bool, lookups: bool = False) -> None:
         self._windows = tuple(windows)
         self._drafts = drafts
         self._bottom = 1 if drafts else 0
@@ -134,7 +136,9 @@ class Pace:
         self._row_seconds: dict[int, tuple[float, float] | None] = {}
         self._batch = 0
         self._rounds = 0
-        self._balance = 0.0
+        self._allowance = ALLOWANCE / 2 if lookups and self._options else ALLOWANCE
+        self._by_windows = self._by_lookup = 0.0  # the accounts, in seconds
+        self._opened = self._looked_up = False  # who guesses in this round
         self._gain = 1.0  # how many times plain decoding's speed lately
         self._ended: float | None = None
 
@@ -147,6 +151,7 @@ class Pace:
             self._outside.add(1, min(now - self._ended, 3 * self._outside.of(1) or 0.001))
         self._rounds += 1
         self._batch = len(decoding)
+        self._opened = self._looked_up = False
         self._row_seconds.clear()
         for s in decoding:
             if s.id not in self._habits:
@@ -156,16 +161,18 @@ class Pace:
     def takes_lookups(self) -> bool:
         """Whether a lookup's guesses may go straight to the full depth in this round."""
         plain = self.plain_seconds(self._batch)
-        return plain > 0 and self._balance > -_DEBT * plain
+        return plain > 0 and self._by_lookup > -_DEBT * plain
 
     def prefers(self, id: int, chances: Sequence[float]) -> bool:
-        """Whether a lookup's guesses, straight to the full depth, promise more than the windows would. chances: as in `Guess`, one each."""
+        """Whether a lookup's guesses go straight to the full depth: they promise more than the windows. chances: as in `Guess`."""
         gain = self._considered(id).gain
-        if gain < _MARGIN or self._balance < 0:
-            return True
-        plain, row = self.plain_seconds(self._batch), self._row(len(self._windows) - 1)
-        rows = self._batch * len(chances) * row[0] if row else 0.0
-        return plain * (1 + sum(chances)) >= gain * (plain + rows)
+        if gain >= _MARGIN and self._by_windows >= 0:
+            plain, row = self.plain_seconds(self._batch), self._row(len(self._windows) - 1)
+            rows = self._batch * len(chances) * row[0] if row else 0.0
+            if plain * (1 + sum(chances)) < gain * (plain + rows):
+                return False
+        self._looked_up = True
+        return True
 
     def price(self, level: int, id: int | None = None) -> Price:
         """Which of a lookup's guesses pay that `level` is the first to look at; id: of a sequence for which an exit would guess instead."""
@@ -198,13 +205,15 @@ class Pace:
         habit = self._considered(id)
         if not habit.gain:
             return self._none
-        if habit.gain >= _MARGIN and self._balance >= 0:
+        if habit.gain >= _MARGIN and self._by_windows >= 0:
             habit.tried, habit.failed = habit.rounds, 0
+            self._opened = True
             return habit.windows
         # plain decoding is thought best: try again now and then, the less often the more tries have failed
-        if self._balance > 0 and habit.rounds - habit.tried >= 8 << min(habit.failed, 6):
+        if self._by_windows > 0 and habit.rounds - habit.tried >= 8 << min(habit.failed, 6):
             habit.tried = habit.rounds
             habit.failed += 1
+            self._opened = True
             return self._smallest()
         return self._none
 
@@ -281,8 +290,11 @@ class Pace:
         if plain:
             spent = now - start + self._outside.of(1)
             self._gain += _STEP * (min(tokens * plain / batch / spent, 10.0) - self._gain)
-            self._balance += tokens * plain / batch * (1 + ALLOWANCE) - spent
-            self._balance = max(-_CREDIT * plain, min(_CREDIT * plain, self._balance))
+            saved, most = tokens * plain / batch * (1 + self._allowance) - spent, _CREDIT * plain
+            if self._opened or not self._looked_up:
+                self._by_windows = max(-most, min(most, self._by_windows + saved))
+            if not self._opened:
+                self._by_lookup = max(-most, min(most, self._by_lookup + saved))
 
 
 def _series(share: float, most: int) -> float:

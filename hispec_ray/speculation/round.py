@@ -121,7 +121,8 @@ class Round:
         self._top = len(levels) - 1
         self._bottom = 1 if levels[0].window == 0 and self._top else 0  # the lowest level that looks
         self._windows = tuple(level.window for level in levels)
-        self._pace = Pace(self._windows, drafts=self._bottom == 1) if paced and self._windows[-1] else None
+        guesses = self._windows[-1] > 0
+        self._pace = Pace(self._windows, drafts=self._bottom == 1, lookups=drafter is not None) if paced and guesses else None
         self.sources = (*(("lookup",) if drafter else ()), *(level.name for level in levels))
         self._source = len(self.sources) - len(levels)  # of level 0
         self.peak_held_bytes = 0
