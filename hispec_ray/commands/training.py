@@ -33,6 +33,12 @@ def train_exits(
     inner: Annotated[int | None, _recipe(help="heads: inner width of the mlp.", show_default="the model's width")] = None,
     vocabulary: Annotated[int | None, _recipe(help="heads: how many frequent ids the exits score.", show_default="all")] = None,
     lora_rank: Annotated[int | None, _recipe(help="layerskip: rank of adapters; 0 trains the whole model.", show_default="0")] = None,
+    layer_dropout: Annotated[
+        float | None, _recipe(help="layerskip: how likely a batch skips the last layer, earlier ones less.", show_default="0.1")
+    ] = None,
+    exit_weight: Annotated[
+        float | None, _recipe(help="Weight of the exits' divergence, beside layerskip's text loss of weight 1.", show_default="1.0")
+    ] = None,
     steps: Annotated[int | None, _course(help="Steps of the optimizer.", show_default="1000")] = None,
     lines_per_step: Annotated[int | None, _course(help="Lines that a step reads, over all processes.", show_default="16")] = None,
     learning_rate: Annotated[float | None, _course(help="Its peak.", show_default="0.001 heads, 0.0001 layerskip")] = None,
