@@ -37,7 +37,7 @@ def train_exits(
         float | None, _recipe(help="layerskip: how likely a batch skips the last layer, earlier ones less.", show_default="0.1")
     ] = None,
     exit_weight: Annotated[
-        float | None, _recipe(help="Weight of the exits' divergence, beside layerskip's text loss of weight 1.", show_default="1.0")
+        float | None, _recipe(help="layerskip: weight of the exits' divergence; the text's loss weighs 1.", show_default="1.0")
     ] = None,
     steps: Annotated[int | None, _course(help="Steps of the optimizer.", show_default="1000")] = None,
     lines_per_step: Annotated[int | None, _course(help="Lines that a step reads, over all processes.", show_default="16")] = None,

@@ -57,7 +57,7 @@ class ExitTrainingSettings(Group):
     layer_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """layerskip: how likely a batch skips the last layer."""
     exit_weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """What the exits' divergence weighs; with layerskip beside the text's cross-entropy, which weighs 1."""
+    """layerskip: what the exits' divergence weighs, beside the text's cross-entropy, which weighs 1."""
     steps: Positive = 1000
     lines_per_step: Positive = 16
     line_tokens: Annotated[int, Field(ge=2)] = 256
@@ -141,9 +141,9 @@ def _check(settings: ExitTrainingSettings, source: ModelSource) -> None:
         raise ValueError(f"line_tokens is {settings.line_tokens}; it must be from 2 to {positions} (the model's context)")
     if settings.lines_per_step % settings.workers:
         raise ValueError(f"lines_per_step is {settings.lines_per_step}; it must be a multiple of workers, {settings.workers}")
-    others = {"heads": ("lora_rank",), "layerskip": ("inner", "vocabulary")}
+    others = {"heads": ("lora_rank", "layer_dropout", "exit_weight"), "layerskip": ("inner", "vocabulary")}
     for name in others[settings.recipe]:
-        if getattr(settings, name):
+        if getattr(settings, name) != ExitTrainingSettings.model_fields[name].default:
             raise ValueError(f"{name} is {getattr(settings, name)} and recipe is '{settings.recipe}'; it goes with the other recipe alone")
     if settings.inner and settings.kind != "mlp":
         raise ValueError(f"inner is {settings.inner} and kind is '{settings.kind}'; it goes with 'mlp' alone")

@@ -281,6 +281,8 @@ def test_the_same_command_goes_on_and_another_is_refused(words: Words, tmp_path:
         (["--kind", "linear", "--inner", "9"], "inner is 9 and kind is 'linear'; it goes with 'mlp' alone"),
         (["--kind", "block", "--inner", "9"], "inner is 9 and kind is 'block'; it goes with 'mlp' alone"),
         (["--lora-rank", "4"], "lora_rank is 4 and recipe is 'heads'; it goes with the other recipe alone"),
+        (["--layer-dropout", "0.2"], "layer_dropout is 0.2 and recipe is 'heads'; it goes with the other recipe alone"),
+        (["--recipe", "layerskip", "--layer-dropout", "1"], "layer_dropout is 1.0; it must be less than 1"),
         (["--recipe", "layerskip", "--vocabulary", "40"], "vocabulary is 40 and recipe is 'layerskip'; it goes with"),
         (["--zero", "4"], "zero is 4; it must be 1, 2 or 3"),
         (["--steps", "0"], "steps is 0; it must be greater than or equal to 1"),
