@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import cast
 
 MAX_SEED = 2**63 - 1
 LONGEST_STOP = 1024  # characters
@@ -44,6 +46,39 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """What is done to a row of logits before the token at its position is drawn; fields as in `SamplingParams`.
+
+    logit_bias: (id, what is added), ascending. late: ids that are not drawn before position `late_from`, for they would end the answer.
+    answer_from: position of the answer's first token. Whatever is 0 here, or 1 for top_p and repetition_penalty, changes nothing.
+    """
+
+    answer_from: int
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    late: tuple[int, ...] = ()
+    late_from: int = 0
+
+    @property
+    def counts(self) -> bool:
+        """Whether it depends on the tokens before."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+_NUMBERS: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2), "top_p": (0, 1), "min_p": (0, 1), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 100),
+}  # fmt: skip
+"""The ranges of numbers, ends included."""
+_MOST_IDS = 1024  # in logit_bias, and in stop_token_ids
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one sequence is to be continued.
 
@@ -53,6 +88,14 @@ class SamplingParams:
     stop: up to 16 strings of up to 1024 characters; the text ends before the first that appears. A string stands for itself alone.
     ignore_eos: go on past the end-of-sequence token.
     n: independent choices of the same prompt, each with a seed of its own.
+    top_k: draw from the k likeliest tokens; 0 or -1 is all. top_p: from the likeliest that together have this probability, at least one.
+    min_p: from those with at least this share of the likeliest one's probability. The three look at the distribution after the
+        penalties and the temperature, and do nothing at temperature 0. Equals of the last one that is kept are kept too.
+    presence_penalty, frequency_penalty: -2 to 2, taken off a token's logit where the answer has it, once and for each time.
+    repetition_penalty: above 0; a logit of a token that the prompt or the answer has is divided by it where positive, else multiplied.
+    logit_bias: what is added to the logits of ids, -100 to 100.
+    stop_token_ids: ids that end the answer as the end-of-sequence token does.
+    min_tokens: the answer does not end before so many tokens by a token; stop strings are looked for in what comes after them.
 
     Raises RequestError when a value is out of range.
     """
@@ -63,18 +106,36 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     n: int = 1
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("seed", "max_tokens", "n"):
+        for name in ("seed", "max_tokens", "n", "top_k", "min_tokens"):
             value = getattr(self, name)
-            if (value is not None or name == "n") and (not isinstance(value, int) or isinstance(value, bool)):
+            if (value is not None or name not in ("seed", "max_tokens")) and (not isinstance(value, int) or isinstance(value, bool)):
                 raise RequestError(f"{name} is {value!r}; it must be a whole number", name)
-        if isinstance(self.temperature, bool) or not isinstance(self.temperature, (int, float)):
-            raise RequestError(f"temperature is {self.temperature!r}; it must be a number from 0 to 2", "temperature")
-        if not 0.0 <= self.temperature <= 2.0:
-            raise RequestError(f"temperature is {self.temperature}; it must be from 0 to 2", "temperature")
+        for name, (least, most) in _NUMBERS.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise RequestError(f"{name} is {value!r}; it must be a number from {least} to {most}", name)
+            if not least <= value <= most:
+                raise RequestError(f"{name} is {value}; it must be from {least} to {most}", name)
+        if self.top_k < -1:
+            raise RequestError(f"top_k is {self.top_k}; it must be -1 or more (-1 and 0: every token)", "top_k")
+        object.__setattr__(self, "top_k", max(0, self.top_k))
+        self._check_ids()
+        if self.min_tokens < 0 or (self.max_tokens is not None and self.min_tokens > self.max_tokens):
+            most_tokens = "" if self.max_tokens is None else f" to max_tokens, {self.max_tokens}"
+            raise RequestError(f"min_tokens is {self.min_tokens}; it must be from 0{most_tokens or ' on'}", "min_tokens")
         if self.temperature < 1e-5:  # logits divided by less could overflow
             object.__setattr__(self, "temperature", 0.0)
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
@@ -84,6 +145,43 @@ class SamplingParams:
         self._check_stop()
         if not 1 <= self.n <= 128:
             raise RequestError(f"n is {self.n}; it must be from 1 to 128", "n")
+
+    def shape(self, prompt_tokens: int, ends: Collection[int]) -> Shape | None:
+        """Return what bends the distribution of an answer to so many tokens; None where nothing does. ends: ids that would end it."""
+        drawn = self.temperature > 0
+        found = Shape(
+            answer_from=prompt_tokens,
+            top_k=self.top_k if drawn else 0,
+            top_p=self.top_p if drawn else 1.0,
+            min_p=self.min_p if drawn else 0.0,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.biases,
+            late=tuple(sorted(ends)) if self.min_tokens else (),
+            late_from=prompt_tokens + self.min_tokens if self.min_tokens else 0,
+        )
+        return None if found == Shape(prompt_tokens) else found
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """logit_bias in pairs, by ascending id."""
+        return cast(tuple[tuple[int, float], ...], self.logit_bias)
+
+    def _check_ids(self) -> None:
+        """Check ids and biases, and bring them into tuples, ascending and without repeats."""
+        bias = self.logit_bias if isinstance(self.logit_bias, Mapping) else dict(self.logit_bias)
+        for name, ids in (("logit_bias", tuple(bias)), ("stop_token_ids", tuple(self.stop_token_ids))):
+            if len(ids) > _MOST_IDS:
+                raise RequestError(f"{name} has {len(ids)} ids; at most {_MOST_IDS} are allowed", name)
+            for id in ids:
+                if not isinstance(id, int) or isinstance(id, bool) or id < 0:
+                    raise RequestError(f"{name} has id {id!r}; ids must be whole numbers from 0 on", name)
+        for id, value in bias.items():
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not -100 <= value <= 100:
+                raise RequestError(f"logit_bias has {value!r} for id {id}; it must be a number from -100 to 100", "logit_bias")
+        object.__setattr__(self, "logit_bias", tuple(sorted(bias.items())))
+        object.__setattr__(self, "stop_token_ids", tuple(sorted(set(self.stop_token_ids))))
 
     def _check_stop(self) -> None:
         if len(self.stop) > 16:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from hispec_ray.request import Shape
+
 IntArray = NDArray[np.int64]
 
 
@@ -22,7 +24,7 @@ class SequencePlan:
         None in the others.
     samples: False for a chunk that does not reach the end of the known tokens (no token is chosen after it).
     room: most tentative tokens the window may hold this round (0 = plain decoding). Always 0 where len(tokens) > 1.
-    temperature, seed: of the choice rule.
+    temperature, seed: of the choice rule. shape: what is done to the logits before it; None for nothing.
     """
 
     id: int
@@ -34,6 +36,7 @@ class SequencePlan:
     temperature: float
     seed: int
     history: tuple[int, ...] | None = None
+    shape: Shape | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,6 +225,7 @@ class Scheduler:
             temperature=sequence.temperature,
             seed=sequence.seed,
             history=None if sequence.id in self._told else tuple(sequence.tokens[:start]),
+            shape=sequence.shape,
         )
         self._told.add(sequence.id)
         self._planned[sequence.id] = plan

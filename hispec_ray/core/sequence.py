@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from hispec_ray.request import Shape
+
 
 class Status(Enum):
     """Where a sequence stands."""
@@ -24,6 +26,7 @@ class Sequence:
         so at most limit - 1 positions of the cache are needed.
     full: rows of tokens that have been run through the full depth; positions below it are final, those from it on are rewritten.
     blocks: the block table; a new tuple when it grows, so that plans may keep it.
+    temperature, seed, shape: of the choice; see `SequencePlan`.
     arrival: place in the order in which sequences were added, kept over preemptions.
     cached: rows that the prefix cache spared this sequence when it was first admitted; None before.
 
@@ -36,6 +39,7 @@ class Sequence:
     limit: int
     temperature: float
     seed: int
+    shape: Shape | None = None
     prompt_len: int = field(init=False)
     full: int = field(default=0, init=False)
     blocks: tuple[int, ...] = field(default=(), init=False)

@@ -39,12 +39,12 @@ class Detokenizer:
         self._silent: dict[int, bool] = {}
         self._bytes = self._fallback_bytes()
 
-    def stream(self, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> TextStream:
-        """Begin the text that follows prompt_ids and ends before the first of the stop strings.
+    def stream(self, prompt_ids: Sequence[int], stop: Sequence[str] = (), deaf: int = 0) -> TextStream:
+        """Begin the text that follows prompt_ids and ends before the first of the stop strings; deaf: see `TextStream`.
 
         Raises ValueError when a stop string is empty.
         """
-        return TextStream(CharacterStream(self, prompt_ids), stop)
+        return TextStream(CharacterStream(self, prompt_ids), stop, deaf)
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of token_ids decoded together, without special tokens."""
@@ -207,17 +207,22 @@ class TextStream:
     Push the chosen tokens one by one, those of an accepted run too, and look at `stopped` after each: the tokens after the one that set it
     are not part of the answer. At the end of a sequence that was not stopped, call finish for what was held back.
     The pieces that push and finish return, joined, are the text.
+    deaf: how many tokens come first in whose characters no stop string is looked for.
     """
 
-    def __init__(self, characters: CharacterStream, stop: Sequence[str]) -> None:
+    def __init__(self, characters: CharacterStream, stop: Sequence[str], deaf: int = 0) -> None:
         self.stopped = False
         """A stop string was completed; the text ends before it (before the one that starts first, if several were)."""
         self._characters = characters
         self._stops = [StopString(text) for text in stop]
         self._held = ""  # the longest end of the text that could still become part of a stop string
+        self._deaf = deaf
 
     def push(self, token_id: int) -> str:
         """Return the text that may be shown once this token is known; "" from the stop string on."""
+        if self._deaf:
+            self._deaf -= 1
+            return self._characters.push(token_id)
         return self._release(self._characters.push(token_id))
 
     def finish(self) -> str:

@@ -17,11 +17,12 @@ from hispec_ray.shard.inline import InlineExecutor
 
 @dataclass(slots=True)
 class _Answer:
-    """What the engine keeps of a request that is not finished."""
+    """What the engine keeps of a request that is not finished. ends: ids that end it."""
 
     request: GenerationRequest
     sequence: Sequence
     text: TextStream
+    ends: frozenset[int]
 
 
 class Engine:
@@ -65,6 +66,10 @@ class Engine:
         for token in prompt:
             if not 0 <= token < self.vocabulary:
                 raise RequestError(f"the prompt has token id {token}; ids must be from 0 to {self.vocabulary - 1}", "prompt")
+        params = request.params
+        for name, ids in (("logit_bias", [id for id, _ in params.biases]), ("stop_token_ids", params.stop_token_ids)):
+            if ids and max(ids) >= self.vocabulary:
+                raise RequestError(f"{name} has token id {max(ids)}; ids must be from 0 to {self.vocabulary - 1}", name)
         if len(prompt) + max(1, wanted or 0) > self.max_model_len:
             asked = f"{len(prompt)} in the prompt" + (f" and {wanted} in the answer" if wanted else " and at least 1 in the answer")
             raise RequestError(
@@ -93,8 +98,10 @@ class Engine:
         if params.max_tokens is None:  # "as much as fits": the pool is a bound like the context
             limit = min(limit, max(len(prompt) + 1, self.pool.blocks * self.pool.block_size + 1))
         self._ids += 1
-        sequence = Sequence(self._ids, request.id, list(prompt), limit, params.temperature, request.params.seed)
-        answer = _Answer(request, sequence, self._detokenizer.stream(prompt, params.stop))
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
+        shape = params.shape(len(prompt), ends)
+        sequence = Sequence(self._ids, request.id, list(prompt), limit, params.temperature, request.params.seed, shape)
+        answer = _Answer(request, sequence, self._detokenizer.stream(prompt, params.stop, params.min_tokens), frozenset(ends))
         self.scheduler.add(sequence)
         self._live.add(request.id)
         self._answers[self._ids] = answer
@@ -139,14 +146,14 @@ class Engine:
     def _judge(self, result: SequenceResult) -> TokenDelta:
         """Take the committed tokens one by one, as plain decoding would, up to the one that ends the answer."""
         answer = self._answers[result.id]
-        sequence, stream, params = answer.sequence, answer.text, answer.request.params
+        sequence, stream = answer.sequence, answer.text
         room = sequence.limit - len(sequence.tokens)
         pieces: list[str] = []
         kept = 0
         reason: FinishReason | None = None
         for token in result.tokens:
             kept += 1
-            if token in self._eos and not params.ignore_eos:
+            if token in answer.ends:
                 reason = FinishReason.STOP
                 break
             pieces.append(stream.push(token))

@@ -11,6 +11,9 @@ import torch
 from hispec_ray.core.plan import Drafts, DraftStarts, IntArray, Rows
 from hispec_ray.model.architecture import Architecture
 
+ChooseGuess = Callable[[torch.Tensor, list[int], list[list[int]], list[int], torch.Tensor | None], Any]
+"""(logits of a step, which of the N sequences its rows are, each sequence's guesses so far, positions, vocabulary) -> `Choices`."""
+
 
 class Decoder(Protocol):
     """A model's layers, its exits' heads and its paged key-value cache, on one device.
@@ -54,17 +57,27 @@ class Decoder(Protocol):
     def copy_slots(self, source: IntArray, target: IntArray) -> None:
         """Copy keys and values of slots int64[N] to other slots, in all layers."""
 
-    def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float) -> Drafts:
+    def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float, choose: ChooseGuess | None = None) -> Drafts:
         """Let the exit at `depth` guess on, token by token, for a batch of sequences.
 
         Each guess runs the row of the token before it through layers [0, depth) and leaves it at its home in `held` `[*, width]`;
         a copy goes through the exit's own layer where it has one.
         A sequence stops after a guess whose gap (see `Choices`) is smaller than `stop`. The same numbers as passes one by one.
+        choose: who chooses, in place of the choice rule alone.
         """
 
 
-def draft_by_passes(decoder: Any, choose: Callable[..., Any], depth: int, starts: DraftStarts, held: torch.Tensor, stop: float) -> Drafts:
-    """`Decoder.draft` out of single passes, for decoders that have nothing faster."""
+def by_rule(choose: Callable[..., Any], starts: DraftStarts) -> ChooseGuess:
+    """Return the choice rule for guesses: `choose` with each sequence's temperature and seed."""
+
+    def chosen(logits: torch.Tensor, lines: list[int], _: list[list[int]], positions: list[int], vocabulary: torch.Tensor | None) -> Any:
+        return choose(logits, [starts.temperatures[s] for s in lines], [starts.seeds[s] for s in lines], positions, vocabulary)
+
+    return chosen
+
+
+def draft_by_passes(decoder: Any, choose: ChooseGuess, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float) -> Drafts:
+    """`Decoder.draft` out of single passes, where there is nothing faster."""
     count = len(starts.tokens)
     guesses: list[list[int]] = [[] for _ in range(count)]
     seconds: list[list[int]] = [[] for _ in range(count)]
@@ -83,13 +96,7 @@ def draft_by_passes(decoder: Any, choose: Callable[..., Any], depth: int, starts
         held[torch.from_numpy(starts.homes[lines, made])] = hidden
         if own is not None:
             hidden = decoder.run(own, own + 1, hidden, rows)
-        chosen = choose(
-            decoder.logits(depth, hidden),
-            [starts.temperatures[s] for s in still],
-            [starts.seeds[s] for s in still],
-            (positions + 1).tolist(),
-            decoder.vocabulary(depth),
-        )
+        chosen = choose(decoder.logits(depth, hidden), still, guesses, (positions + 1).tolist(), decoder.vocabulary(depth))
         for s, guess, second, gap in zip(still, *chosen, strict=True):
             guesses[s].append(guess)
             seconds[s].append(second)

@@ -11,6 +11,7 @@ import torch
 
 from hispec_ray.core.plan import Drafts, DraftStarts, IntArray, Rows
 from hispec_ray.model.architecture import Architecture, rope_tables
+from hispec_ray.model.decoder import ChooseGuess, draft_by_passes
 from hispec_ray.model.heads import ExitWeights, Heads, exit_layers
 from hispec_ray.native import library
 
@@ -294,7 +295,9 @@ class NativeDecoder:
             _pointer(_address(target)),
         )
 
-    def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float) -> Drafts:
+    def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float, choose: ChooseGuess | None = None) -> Drafts:
+        if choose is not None:
+            return draft_by_passes(self, choose, depth, starts, held, stop)
         count, most = starts.homes.shape
         exit, own = self._exits.get(depth, self._full), self.exit_layers.get(depth)
         words = np.empty((2 * count, most), dtype=np.int64)

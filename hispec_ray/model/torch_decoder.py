@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hispec_ray.core.plan import Drafts, DraftStarts, IntArray, Rows
 from hispec_ray.model.architecture import Architecture, rope_tables
 from hispec_ray.model.attention import Attention, GatheredAttention, VarlenAttention, flash_attention_reads_blocks
-from hispec_ray.model.decoder import draft_by_passes
+from hispec_ray.model.decoder import ChooseGuess, by_rule, draft_by_passes
 from hispec_ray.model.heads import ExitWeights, Heads, exit_layers
 from hispec_ray.model.kv_cache import KVCache
 
@@ -159,5 +159,5 @@ class TorchDecoder:
         for a, b in zip(source.tolist(), target.tolist(), strict=True):
             self.cache.pool[:, :, b // size, b % size] = self.cache.pool[:, :, a // size, a % size]
 
-    def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float) -> Drafts:
-        return draft_by_passes(self, self._choose, depth, starts, held, stop)
+    def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float, choose: ChooseGuess | None = None) -> Drafts:
+        return draft_by_passes(self, choose or by_rule(self._choose, starts), depth, starts, held, stop)

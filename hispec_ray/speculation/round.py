@@ -25,15 +25,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from hispec_ray.core.plan import Drafts, DraftStarts, LevelCounts, Rows, SequenceResult, StepPlan, StepResult
-from hispec_ray.speculation.choice import Choose
+from hispec_ray.speculation.choice import Choices, Choose
 from hispec_ray.speculation.drafters import Drafter, Guess
 from hispec_ray.speculation.pace import Look, Pace, Price
+from hispec_ray.speculation.shaping import Shaper
 from hispec_ray.speculation.state import Branch, Memory, RoundState, SequenceState
 
 
@@ -48,7 +50,9 @@ class Model(Memory, Protocol):
 
     def vocabulary(self, depth: int) -> torch.Tensor | None: ...
 
-    def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float) -> Drafts: ...
+    def draft(
+        self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float, choose: Callable[..., Choices] | None = None
+    ) -> Drafts: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,7 @@ class Round:
         self._bottom = 1 if levels[0].window == 0 and self._top else 0  # the lowest level that looks
         self._windows = tuple(level.window for level in levels)
         guesses = self._windows[-1] > 0
+        self._shaper = Shaper()
         self._pace = Pace(self._windows, drafts=self._bottom == 1, lookups=drafter is not None) if paced and guesses else None
         self.sources = (*(("lookup",) if drafter else ()), *(level.name for level in levels))
         self._source = len(self.sources) - len(levels)  # of level 0
@@ -133,6 +138,7 @@ class Round:
         self._counts = [LevelCounts() for _ in self.sources]
         self._state = RoundState(plan, self._windows, self._doubt.branches, self._model)
         states = self._state.sequences
+        self._shaper.begin(plan)
         if self._drafter:
             self._drafter.begin(plan)
         if self._pace:
@@ -141,9 +147,11 @@ class Round:
                 self._set_pace(self._pace, s)
         self._advance(self._top, states)
         results = [SequenceResult(s.plan.id, s.tokens[s.first :], s.origins) for s in states]
-        if self._drafter:
-            for s in states:
+        for s in states:
+            if self._drafter:
                 self._drafter.committed(s.plan.id, s.tokens[s.first :], s.seconds)
+            if s.plan.shape:
+                self._shaper.committed(s.plan.id, s.tokens[s.first :])
         if self._pace:
             looks = [Look(s.plan.id, s.seen, s.kept) for s in states if s.windows[-1] and s.plan.room and not s.direct]
             self._pace.end(plan, sum(len(result.tokens) for result in results), looks, started, self._clock())
@@ -220,8 +228,12 @@ class Round:
         states = [s for s in states if self._space(level, s) > 0]
         if self._drafter:
             states = self._look_up(level, states)
-        if not states:
-            return
+        for group in ([s for s in states if s.plan.shape is None], [s for s in states if s.plan.shape is not None]):
+            if group:
+                self._draft(level, group)
+
+    def _draft(self, level: int, states: list[SequenceState]) -> None:
+        """Let the draft exit guess for sequences that are all shaped or all not."""
         begun = self._clock()
         spaces = [self._space(level, s) for s in states]
         most = max(spaces)
@@ -244,7 +256,8 @@ class Round:
             temperatures=[s.plan.temperature for s in states],
             seeds=[s.plan.seed for s in states],
         )
-        drafts = self._model.draft(self._levels[0].depth, starts, self._state.held(), self._doubt.stop)
+        choose = partial(self._choose_guess, states) if states[0].plan.shape else None
+        drafts = self._model.draft(self._levels[0].depth, starts, self._state.held(), self._doubt.stop, choose)
         source = self._source
         count = self._counts[source]
         for s, guesses, seconds, gaps in zip(states, drafts.guesses, drafts.seconds, drafts.gaps, strict=True):
@@ -261,6 +274,27 @@ class Round:
         count.layers += passes * self._layers[0]
         if self._pace:
             self._pace.guess.add(len(states), (self._clock() - begun) / passes)
+
+    def _choose_guess(
+        self,
+        states: list[SequenceState],
+        logits: torch.Tensor,
+        lines: list[int],
+        guesses: list[list[int]],
+        positions: list[int],
+        vocabulary: torch.Tensor | None,
+    ) -> Choices:
+        """See `hispec_ray.model.decoder.ChooseGuess`."""
+        drafting = [states[line] for line in lines]
+        for row, s, line, position in zip(logits, drafting, lines, positions, strict=True):
+            self._shape_row(s, row, [*s.tokens[s.first :], *guesses[line]], position, vocabulary)
+        return self._choose(logits, [s.plan.temperature for s in drafting], [s.plan.seed for s in drafting], positions, vocabulary)
+
+    def _shape_row(
+        self, s: SequenceState, logits: torch.Tensor, tentative: Sequence[int], position: int, vocabulary: torch.Tensor | None
+    ) -> None:
+        if s.plan.shape:
+            self._shaper.shape(s.plan.id, s.plan.shape, s.plan.temperature, logits, tentative, position, vocabulary)
 
     def _verify(self, level: int, states: list[SequenceState]) -> None:
         hidden, places = self._run_segments(level, states)
@@ -289,7 +323,17 @@ class Round:
             return
         rows = hidden if len(read) == len(hidden) else hidden[torch.tensor(read)]
         depth = self._levels[level].depth
-        choices = self._choose(self._model.logits(depth, rows), temperatures, seeds, positions, self._model.vocabulary(depth))
+        logits, vocabulary = self._model.logits(depth, rows), self._model.vocabulary(depth)
+        at_row = 0
+        for s, count, looked in scored:
+            if s.plan.shape:
+                first = s.settled[level]
+                before = [s.tokens[s.first : first + row] for row in range(count)]
+                before += [[*s.tokens[s.first : branch.index], branch.token] for branch in looked]
+                for row, tentative in enumerate(before, at_row):
+                    self._shape_row(s, logits[row], tentative, positions[row], vocabulary)
+            at_row += count + len(looked)
+        choices = self._choose(logits, temperatures, seeds, positions, vocabulary)
         at_row = 0
         for s, count, looked in scored:
             end = at_row + count + len(looked)

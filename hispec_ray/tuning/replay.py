@@ -75,7 +75,7 @@ class _Stage:
             if b < len(self.recording.tokens) and b <= self._good:  # a branch takes its place in the sequence
                 self._good = b + 1 if token == self.recording.tokens[b] else b
 
-    def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float) -> Drafts:
+    def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float, choose: object = None) -> Drafts:
         guesses: list[int] = []
         seconds: list[int] = []
         gaps: list[float] = []

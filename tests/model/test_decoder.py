@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hispec_ray.core.plan import DraftStarts, Rows
-from hispec_ray.model.decoder import Decoder, draft_by_passes
+from hispec_ray.model.decoder import Decoder, by_rule, draft_by_passes
 from hispec_ray.model.heads import ExitNetwork, Heads, block_weights
 from hispec_ray.model.native_decoder import NativeDecoder
 from hispec_ray.model.torch_decoder import TorchDecoder
@@ -380,7 +380,9 @@ def test_a_run_of_drafts_is_the_passes_one_by_one(
         held = torch.full((21, source.architecture.width), 7.0)
         for stop in (0.0, 0.3):
             drafts = (
-                draft_by_passes(decoder, choose_native(1), 2, starts, held, stop) if one_by_one else decoder.draft(2, starts, held, stop)
+                draft_by_passes(decoder, by_rule(choose_native(1), starts), 2, starts, held, stop)
+                if one_by_one
+                else decoder.draft(2, starts, held, stop)
             )
             found.append((drafts, held.clone(), decoder.cache.view(torch.uint8).clone()))
             assert [len(guesses) for guesses in drafts.guesses] == steps.tolist() or stop

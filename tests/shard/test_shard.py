@@ -13,7 +13,7 @@ from conftest import settings_of
 from hispec_ray import LLM, SamplingParams, Settings
 from hispec_ray.config import SpeculationSettings
 from hispec_ray.core.plan import Drafts, DraftStarts, Rows
-from hispec_ray.model.decoder import Decoder, draft_by_passes
+from hispec_ray.model.decoder import ChooseGuess, Decoder, by_rule, draft_by_passes
 from hispec_ray.model.native_decoder import NativeDecoder
 from hispec_ray.model.torch_decoder import TorchDecoder
 from hispec_ray.shard.shard import Shard, levels_for
@@ -52,8 +52,8 @@ class Recorder:
                 held[begin:] = tokens
         return self._decoder.run(first, last, hidden, rows)
 
-    def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float) -> Drafts:
-        return draft_by_passes(self, choose_native(1), depth, starts, held, stop)
+    def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float, choose: ChooseGuess | None = None) -> Drafts:
+        return draft_by_passes(self, choose or by_rule(choose_native(1), starts), depth, starts, held, stop)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._decoder, name)

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from hispec_ray.core.plan import Drafts, DraftStarts, IntArray, Rows, SequencePlan, StepPlan, StepResult
-from hispec_ray.model.decoder import draft_by_passes
+from hispec_ray.model.decoder import ChooseGuess, by_rule, draft_by_passes
+from hispec_ray.request import Shape
 from hispec_ray.speculation.choice import choose_torch
 from hispec_ray.speculation.round import Level, Round
 
@@ -97,8 +98,8 @@ class FakeModel:
                 else:
                     cache.pop(b, None)
 
-    def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float) -> Drafts:
-        return draft_by_passes(self, choose_torch, depth, starts, held, stop)
+    def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float, choose: ChooseGuess | None = None) -> Drafts:
+        return draft_by_passes(self, choose or by_rule(choose_torch, starts), depth, starts, held, stop)
 
 
 class Text:
@@ -113,6 +114,7 @@ class Text:
         self.full = 0
         self.told = False
         self.levels: list[int] = []
+        self.shape: Shape | None = None
         # blocks of its own, in an order of its own
         self.blocks = tuple(np.random.default_rng(id).permutation(16) + 16 * id)
 
@@ -123,7 +125,7 @@ class Text:
         room = min(room, self.limit - len(self.tokens) - 1) if unrun == 1 else 0
         tokens = tuple(self.tokens[self.full : self.full + rows])
         history, self.told = None if self.told else tuple(self.tokens[: self.full]), True
-        return SequencePlan(self.id, tokens, self.full, self.blocks, rows == unrun, room, self.temperature, self.seed, history)
+        return SequencePlan(self.id, tokens, self.full, self.blocks, rows == unrun, room, self.temperature, self.seed, history, self.shape)
 
     def take(self, plan: SequencePlan, tokens: list[int], levels: list[int]) -> None:
         self.full += len(plan.tokens) + (len(tokens) - 1 if plan.samples else 0)

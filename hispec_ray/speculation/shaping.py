@@ -1,0 +1,129 @@
+"""What a request does to the distribution before a token is drawn: biases, penalties, filters. Every level does the same to its own logits.
+
+At each position the tokens before it count, the tentative ones among them; a rejected token is forgotten with its row. A row is shaped by
+itself, in double precision where it matters, so that its result does not depend on which rows stand beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from hispec_ray.core.plan import StepPlan
+from hispec_ray.request import Shape
+
+_FEW = 256  # candidates that are sorted first: nearly always enough to fill top_p
+
+
+class _Said:
+    """What a sequence has said: known tokens, how often each is in the answer, and every id in prompt or answer."""
+
+    def __init__(self, answer_from: int) -> None:
+        self.known = 0
+        self.answer: Counter[int] = Counter()
+        self.ids: set[int] = set()
+        self._answer_from = answer_from
+
+    def read(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            if self.known >= self._answer_from:
+                self.answer[token] += 1
+            self.ids.add(token)
+            self.known += 1
+
+
+class Shaper:
+    """Shapes rows of logits, and keeps what it takes of the texts of those sequences whose shape counts tokens."""
+
+    def __init__(self) -> None:
+        self._said: dict[int, _Said] = {}
+
+    def begin(self, plan: StepPlan) -> None:
+        """Take note of the plan's new tokens, histories and endings."""
+        for id in plan.ended:
+            self._said.pop(id, None)
+        for sequence in plan.sequences:
+            if sequence.shape is not None and sequence.shape.counts:
+                said = self._said.get(sequence.id)
+                if said is None or sequence.history is not None:
+                    said = self._said[sequence.id] = _Said(sequence.shape.answer_from)
+                    said.read(sequence.history or ())
+                said.read(sequence.tokens[said.known - sequence.start :])
+
+    def committed(self, id: int, tokens: Sequence[int]) -> None:
+        """Take note of what the full depth has written."""
+        said = self._said.get(id)
+        if said is not None:
+            said.read(tokens)
+
+    def shape(
+        self,
+        id: int,
+        shape: Shape,
+        temperature: float,
+        logits: torch.Tensor,
+        tentative: Sequence[int],
+        position: int,
+        vocabulary: torch.Tensor | None,
+    ) -> None:
+        """Shape one row in place: fp32 `[V']`, of the token at `position`, after the known tokens and the tentative ones.
+
+        vocabulary: int64[V'], ascending, what the columns stand for, as in `Choose`.
+        """
+        if shape.logit_bias:
+            _add(logits, [id for id, _ in shape.logit_bias], [value for _, value in shape.logit_bias], vocabulary)
+        if position < shape.late_from:
+            _add(logits, shape.late, [-math.inf] * len(shape.late), vocabulary)
+        said = self._said.get(id)
+        if said is not None:
+            if shape.repetition_penalty != 1:
+                columns, _ = _columns(sorted({*said.ids, *tentative}), None, vocabulary, logits.device)
+                found = logits[columns]
+                logits[columns] = torch.where(found > 0, found / shape.repetition_penalty, found * shape.repetition_penalty)
+            if shape.presence_penalty or shape.frequency_penalty:
+                counts = said.answer + Counter(tentative)
+                ids = sorted(counts)
+                _add(logits, ids, [-shape.presence_penalty - shape.frequency_penalty * counts[id] for id in ids], vocabulary)
+        if temperature > 0 and (shape.top_k or shape.top_p < 1 or shape.min_p):
+            logits.masked_fill_(~kept(logits.double() / temperature, shape), -math.inf)
+
+
+def kept(scores: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Return which tokens may be drawn, bool `[V]`, for scores (logits / temperature) fp64 `[V]`: min_p, then top_k, then top_p."""
+    best = scores.max()
+    if not torch.isfinite(best):
+        return torch.ones_like(scores, dtype=torch.bool)
+    least = best + math.log(shape.min_p) if shape.min_p else torch.full_like(best, -math.inf)
+    if 0 < shape.top_k < len(scores):
+        least = torch.maximum(least, scores.topk(shape.top_k).values[-1])
+    if shape.top_p < 1:
+        among = scores.masked_fill(scores < least, -math.inf)
+        total = among.logsumexp(0)
+        for count in (min(_FEW, len(among)), len(among)):
+            values = among.topk(count).values
+            enough = (values - total).exp().cumsum(0) >= shape.top_p
+            if enough.any():
+                least = torch.maximum(least, values[int(enough.int().argmax())])
+                break
+    return scores >= least
+
+
+def _add(logits: torch.Tensor, ids: Sequence[int], values: Sequence[float], vocabulary: torch.Tensor | None) -> None:
+    columns, places = _columns(ids, values, vocabulary, logits.device)
+    logits[columns] += places
+
+
+def _columns(
+    ids: Sequence[int], values: Sequence[float] | None, vocabulary: torch.Tensor | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the columns of those ids that have one, and their values, fp32."""
+    found = torch.tensor(ids, dtype=torch.int64)
+    given = torch.tensor([0.0] * len(ids) if values is None else values, dtype=torch.float32)
+    if vocabulary is not None:
+        places = torch.searchsorted(vocabulary, found).clamp(max=len(vocabulary) - 1)
+        there = vocabulary[places] == found
+        found, given = places[there], given[there]
+    return found.to(device), given.to(device)
