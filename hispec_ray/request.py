@@ -133,15 +133,15 @@ class SamplingParams:
             raise RequestError(f"top_k is {self.top_k}; it must be -1 or more (-1 and 0: every token)", "top_k")
         object.__setattr__(self, "top_k", max(0, self.top_k))
         self._check_ids()
-        if self.min_tokens < 0 or (self.max_tokens is not None and self.min_tokens > self.max_tokens):
-            most_tokens = "" if self.max_tokens is None else f" to max_tokens, {self.max_tokens}"
-            raise RequestError(f"min_tokens is {self.min_tokens}; it must be from 0{most_tokens or ' on'}", "min_tokens")
         if self.temperature < 1e-5:  # logits divided by less could overflow
             object.__setattr__(self, "temperature", 0.0)
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise RequestError(f"seed is {self.seed}; it must be from 0 to {MAX_SEED}", "seed")
         if self.max_tokens is not None and self.max_tokens < 0:
             raise RequestError(f"max_tokens is {self.max_tokens}; it must be 0 or more", "max_tokens")
+        if self.min_tokens < 0 or (self.max_tokens is not None and self.min_tokens > self.max_tokens):
+            most_tokens = "" if self.max_tokens is None else f" to max_tokens, {self.max_tokens}"
+            raise RequestError(f"min_tokens is {self.min_tokens}; it must be from 0{most_tokens or ' on'}", "min_tokens")
         self._check_stop()
         if not 1 <= self.n <= 128:
             raise RequestError(f"n is {self.n}; it must be from 1 to 128", "n")

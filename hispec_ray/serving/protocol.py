@@ -85,6 +85,11 @@ Seed = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0, "maximum"
 Choices = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1, "maximum": 128})]
 MaxTokens = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
 ChatTokens = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1})]
+Share = Annotated[float, WithJsonSchema({"type": "number", "minimum": 0, "maximum": 1})]
+Penalty = Annotated[float, WithJsonSchema({"type": "number", "minimum": -2, "maximum": 2})]
+TopK = Annotated[int, WithJsonSchema({"type": "integer", "minimum": -1})]
+Repetition = Annotated[float, WithJsonSchema({"type": "number", "minimum": 0.01, "maximum": 100})]
+_BIAS_SCHEMA = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
 _STOP_TEXT = {"type": "string", "minLength": 1}
 Stop = Annotated[
     Annotated[Text, Tag("~one")] | Annotated[list[Text], Tag("~texts")],
@@ -132,6 +137,17 @@ class Message(Body):
         return {"role": role, "content": content}
 
 
+_PLAIN = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    """Ids come as JSON's keys, which are texts. Raises RequestError where one is no id."""
+    for name in given:
+        if not (name.isascii() and name.isdecimal()) or len(name) > 18:
+            raise RequestError(f"logit_bias has key {_shown(name)}; keys must be token ids", "logit_bias")
+    return {int(name): value for name, value in given.items()}
+
+
 class GenerationBody(Body):
     """What both endpoints know. An explicit null is the same as leaving the field out."""
 
@@ -145,8 +161,23 @@ class GenerationBody(Body):
     n: Choices | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    top_p: Share | None = None
+    """Draw from the likeliest tokens that together have this probability."""
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, float], WithJsonSchema(_BIAS_SCHEMA)] | None = None
+    """What is added to the logits of token ids."""
+    top_k: TopK | None = None
+    """Draw from the k likeliest tokens; -1 and 0 are all (an extension, as all that follow)."""
+    min_p: Share | None = None
+    """Draw from tokens with at least this share of the likeliest one's probability."""
+    repetition_penalty: Repetition | None = None
+    stop_token_ids: list[int] | None = None
+    """Ids that end the answer as the end-of-sequence token does."""
+    min_tokens: MaxTokens | None = None
+    """Neither a token nor a stop string ends the answer before so many tokens."""
     ignore_eos: bool | None = None
-    """Go on past the end-of-sequence token (an extension)."""
+    """Go on past the end-of-sequence token."""
     user: str | None = None
     """Has no effect on the answer."""
     safety_identifier: str | None = None
@@ -163,6 +194,9 @@ class GenerationBody(Body):
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             ignore_eos=bool(self.ignore_eos),
             n=1 if self.n is None else self.n,
+            logit_bias=_biases(self.logit_bias or {}),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            **{name: value for name in _PLAIN if (value := getattr(self, name)) is not None},
         )
 
 
@@ -185,12 +219,8 @@ class ChatBody(GenerationBody):
 
 
 # What clients may send that is not offered: only these values, which change nothing, and null are accepted.
-_NEUTRAL_IN_BOTH: dict[str, tuple[Any, ...]] = {
-    "top_p": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},),
-    "top_k": (-1, 0), "min_p": (0,), "repetition_penalty": (1,), "min_tokens": (0,), "stop_token_ids": ([],),
-}  # fmt: skip
-_NEUTRAL_IN_COMPLETION: dict[str, tuple[Any, ...]] = _NEUTRAL_IN_BOTH | {"echo": (False,), "logprobs": (), "suffix": ()}
-_NEUTRAL_IN_CHAT: dict[str, tuple[Any, ...]] = _NEUTRAL_IN_BOTH | {
+_NEUTRAL_IN_COMPLETION: dict[str, tuple[Any, ...]] = {"echo": (False,), "logprobs": (), "suffix": ()}
+_NEUTRAL_IN_CHAT: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,), "top_logprobs": (), "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none",),
     "parallel_tool_calls": (True, False), "functions": ([],), "function_call": ("none",), "modalities": (["text"],), "audio": (),
     "prediction": (), "reasoning_effort": (), "verbosity": (), "web_search_options": (), "metadata": ({},), "store": (False,),
@@ -296,8 +326,9 @@ def _invalid(error: ValidationError) -> Failure:
         return Failure(400, f"{_shown(first['input'])} is not a parameter of this request", code="unknown_parameter")
     steps = [*first["loc"][:1], *(step for step in first["loc"][1:] if step not in _TAGS)]
     path = ".".join(map(str, steps))
-    # An item of a list is named only where it is an object of its own.
-    param = path if steps[0] == "messages" else ".".join(step for step in steps if isinstance(step, str))
+    # An item of a list is named only where it is an object of its own, and a key of the client's is no field of ours.
+    named = steps if steps[0] == "messages" else steps[:1] if steps[0] == "logit_bias" else [s for s in steps if isinstance(s, str)]
+    param = ".".join(map(str, named))
     if first["type"] == "missing":
         return Failure(400, f"{path} is required", param=param, code="missing_required_parameter")
     if first["type"] == "extra_forbidden":

@@ -182,3 +182,53 @@ def test_prompts_that_are_no_ids_or_could_never_fit_are_refused_by_name(llm: LLM
         llm.generate("x" * 10_000_000, params())
     assert refused.value.code == "context_length_exceeded"
     assert encoded == []
+
+
+SHAPED: dict[str, dict[str, Any]] = {
+    "top_p": {"top_p": 0.8},
+    "top_k": {"top_k": 2},
+    "min_p": {"min_p": 0.2},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": -1.0},
+    "repetition": {"repetition_penalty": 1.5},
+    "bias": {"logit_bias": {7: 12.0, 177: -100, 1: -100}},
+    "stop ids": {"stop_token_ids": tuple(range(0, 300, 4)), "min_tokens": 9},
+    "all": {"top_p": 0.9, "top_k": 50, "min_p": 0.01, "presence_penalty": 0.5, "repetition_penalty": 1.1, "min_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("name", SHAPED)
+def test_a_shaped_answer_is_the_same_with_speculation_and_without(name: str, temperature: float, tiny_llm: Any) -> None:
+    """In a batch with one that is not shaped, with so few blocks that sequences are preempted; exits near the top and near the bottom."""
+    prompts = ["the cat", "a dog and", "one two three"]
+    asked = [params(temperature=temperature, seed=5, max_tokens=30, **(SHAPED[name] if i else {})) for i in range(3)]
+    answers = []
+    for method, draft, check, blocks in (("plain", 1, 2, 60), ("hispec", 5, 7, 60), ("hispec", 1, 2, 7), ("single", 6, 6, 60)):
+        llm = tiny_llm("float32", method, draft, check, 3, 5, blocks=blocks)
+        answers.append([one.choices[0].token_ids for one in llm.generate(prompts, asked)])
+        assert_clean(llm)
+    assert all(other == answers[0] for other in answers[1:])
+    bare = [one.choices[0].token_ids for one in llm.generate(prompts, [params(temperature=temperature, seed=5, max_tokens=30)] * 3)]
+    assert bare[0] == answers[0][0]
+    assert bare != answers[0] or (temperature == 0 and name in ("top_p", "top_k", "min_p", "stop ids"))
+
+
+def test_a_stop_token_ends_the_answer_and_is_not_shown(llm: LLM) -> None:
+    (whole,) = llm.generate("the cat", params(temperature=0.0, max_tokens=20))[0].choices
+    end = next(i for i, token in enumerate(whole.token_ids) if i > 2 and token not in whole.token_ids[:i])
+    (cut,) = llm.generate("the cat", params(temperature=0.0, max_tokens=20, stop_token_ids=(whole.token_ids[end],)))[0].choices
+    assert cut.token_ids == whole.token_ids[: end + 1]
+    assert cut.finish_reason is FinishReason.STOP
+    assert whole.text.startswith(cut.text)
+    late = params(temperature=0.0, max_tokens=20, stop_token_ids=(whole.token_ids[end],), min_tokens=end + 2)
+    (longer,) = llm.generate("the cat", late)[0].choices
+    assert len(longer.token_ids) >= end + 2
+    assert whole.token_ids[end] not in longer.token_ids[: end + 2]
+
+
+def test_ids_outside_the_vocabulary_are_refused(llm: LLM) -> None:
+    for values in ({"logit_bias": {300: 1}}, {"stop_token_ids": (300,)}):
+        with pytest.raises(RequestError, match="has token id 300; ids must be from 0 to 299"):
+            llm.generate("the cat", params(**values))
+    assert_clean(llm)

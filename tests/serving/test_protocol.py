@@ -16,21 +16,23 @@ CHAT: dict[str, Any] = {"model": "M", "messages": [{"role": "user", "content": "
 NAN = float("nan")
 BAD_IN_BOTH: list[tuple[str, Any]] = [
     ("temperature", -1), ("temperature", 3), ("temperature", "hot"), ("temperature", NAN), ("temperature", True), ("temperature", []),
-    ("top_p", -0.1), ("top_p", 1.5), ("top_p", 0.5), ("top_p", True), ("top_p", NAN),
+    ("top_p", -0.1), ("top_p", 1.5), ("top_p", True), ("top_p", NAN),
     ("n", 0), ("n", "2"), ("n", 129), ("n", 1.5), ("n", 1.0), ("n", True),
     ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", "5"), ("max_tokens", True),
-    ("presence_penalty", 2.5), ("presence_penalty", False), ("frequency_penalty", 1), ("logit_bias", {"5": 1}),
+    ("presence_penalty", 2.5), ("presence_penalty", False), ("frequency_penalty", -2.1), ("frequency_penalty", "1"),
+    ("logit_bias", {"5": 101}), ("logit_bias", {"-5": 1}), ("logit_bias", {"x": 1}), ("logit_bias", {"5": None}), ("logit_bias", [5, 1]),
+    ("logit_bias", {"9" * 19: 1}), ("repetition_penalty", 0), ("min_p", 1.1), ("stop_token_ids", [-1]), ("stop_token_ids", 5),
     ("seed", -1), ("seed", 2**63), ("seed", 1.0), ("seed", "1"),
     ("stop", ""), ("stop", 5), ("stop", [""]), ("stop", ["a", 5]), ("stop", ["a"] * 17), ("stop", "\ud83d"),
     ("stream", "yes"), ("stream", 1), ("stream_options", 5), 
     ("ignore_eos", 1), ("user", 5), ("model", 5), ("model", None), ("logprobs", -1), ("logprobs", 6),
-    ("top_k", 5), ("min_tokens", 3), ("no_such_field", 1), ("~one", 1),
+    ("top_k", -2), ("top_k", 1.5), ("min_tokens", -1), ("no_such_field", 1), ("~one", 1),
 ]  # fmt: skip
 BAD_IN_COMPLETION: list[tuple[str, Any]] = [
     ("prompt", [-1.5]), ("prompt", [1.5]), ("prompt", 5), ("prompt", None), ("prompt", []), ("prompt", [[]]), ("prompt", ["a", 5]),
     ("prompt", [5, "a"]), ("prompt", [[5], "a"]), ("prompt", [[5], [True]]), ("prompt", [None]), ("prompt", {"a": 1}),
     ("prompt", "\ud83d"), ("prompt", ["a", "\ud83d"]), ("suffix", "x"), ("echo", True), ("echo", 0),
-    ("best_of", 2), ("logprobs", 1), ("messages", []), ("max_completion_tokens", 5),
+    ("best_of", 2), ("logprobs", 1), ("min_tokens", 17), ("messages", []), ("max_completion_tokens", 5),
 ]  # fmt: skip
 BAD_IN_CHAT: list[tuple[str, Any]] = [
     ("max_tokens", 0), ("max_completion_tokens", 0), ("max_completion_tokens", -1), ("max_completion_tokens", "5"),
@@ -97,7 +99,7 @@ def test_a_message_names_the_value_and_what_is_valid() -> None:
         ({"temperature": 3}, "temperature is 3.0; it must be from 0 to 2"),
         ({"temperature": "hot"}, "temperature is 'hot'; it must be a valid number"),
         ({"prompt": ["a", 5]}, "prompt.1 is 5; it must be a valid string"),
-        ({"top_p": 0.5}, "top_p is 0.5; this server does not offer it: leave it out or set it to 1 or null"),
+        ({"logprobs": 2}, "logprobs is 2; this server does not offer it: leave it out or set it to null"),
         ({"model": None}, "model is null; it must be a valid string"),
         ({"prompt": [["x" * 1000]]}, None),
     ):
@@ -149,8 +151,9 @@ def test_an_unknown_model_is_not_found() -> None:
 
 
 def test_null_is_absence() -> None:
-    offered = ["temperature", "seed", "stop", "n", "stream", "stream_options", "ignore_eos", "user", "max_tokens"]
-    refused = ["top_p", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_k"]
+    offered = ["temperature", "seed", "stop", "n", "stream", "stream_options", "ignore_eos", "user", "max_tokens", "top_p", "min_tokens"]
+    offered += ["presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "top_k", "min_p", "stop_token_ids"]
+    refused = ["logprobs"]
     only_completion = ["suffix", "echo", "best_of"]
     only_chat = ["max_completion_tokens", "tools", "tool_choice", "top_logprobs", "response_format", "functions", "store", "audio"]
     assert completion(**dict.fromkeys(offered + refused + only_completion)).job.params == completion().job.params
@@ -172,6 +175,19 @@ def test_neutral_values_of_what_is_not_offered_are_accepted() -> None:
         "annotations": [],
     }
     assert chat(messages=[*CHAT["messages"], answered]).job.messages[1] == {"role": "assistant", "content": "4"}
+
+
+def test_what_shapes_the_distribution_reaches_the_parameters() -> None:
+    asked: dict[str, Any] = {
+        "top_p": 0.5, "top_k": 7, "min_p": 0.1, "presence_penalty": -1, "frequency_penalty": 2, "repetition_penalty": 1.1,
+        "min_tokens": 3, "logit_bias": {"7": 1, "5": -100.0}, "stop_token_ids": [9, 8, 9],
+    }  # fmt: skip
+    for call in (completion(**asked), chat(**asked)):
+        params = call.job.params
+        assert params.logit_bias == ((5, -100.0), (7, 1))
+        assert params.stop_token_ids == (8, 9)
+        for name in asked.keys() - {"logit_bias", "stop_token_ids"}:
+            assert getattr(params, name) == asked[name]
 
 
 def test_defaults_are_openais() -> None:
