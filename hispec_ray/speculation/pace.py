@@ -2,7 +2,8 @@
 
 Three things are kept, all from the past, so that nothing here can change a text.
 
-* What passes cost on this machine, in seconds, by what is run and how many rows, as they are timed in every round.
+* What passes cost on this machine, in seconds, by what is run and how many rows, as they are timed in every round, and what lies around
+  them. Now and then a round is plain, so that the yardstick stays true.
 * For each sequence, how often each level lately kept what it was shown.
 * Two accounts, of the windows and of a lookup: how much time each has saved against plain decoding lately, and an allowance on every
   token. What is not known to pay is only tried while its account allows it; so speculation that fails costs no more than the allowance,
@@ -27,47 +28,61 @@ ALLOWANCE = 0.02
 """Share of the time of plain decoding that may be spent on rounds that do not pay."""
 _CREDIT = 8.0
 """Most plain steps of saved time that are remembered: the price of noticing that a text has turned."""
-_STEP = 0.1
-"""What a new round counts in a sequence's shares, and a new time in a cost."""
-_PRIOR = 0.7
-"""A level's share of kept guesses before it was asked."""
 _DEBT = 2.0
 """Plain steps by which a lookup's account may be short before its guesses are no longer taken."""
+_STEP = 0.1
+"""What a new round counts in a sequence's shares, and a new time in a cost; a shorter time counts three times as much."""
+_PRIOR = 0.7
+"""A level's share of kept guesses before it was asked."""
 _UNPRICED = 0.3
 """The least chance at which a guess is taken before it is known what a further row costs."""
+_STRANGE = 24
+"""Guesses that must have been looked at, over all sequences, before the shares are believed; until then windows are small."""
 _MARGIN = 1.02
 """How many times faster than plain decoding a round must look before it is tried without need."""
-_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-_FORGET = 128  # rounds after which choices are made anew, because costs drift
-_MOST_CHOICES = 4096
+_EXACT = 64
+"""Passes of up to so many rows are kept apart by their number; larger ones in buckets, each a quarter wider than the one before."""
+_FORGET = 128
+"""Rounds after which choices are made anew, because costs drift, and one round is plain."""
+_MOST_CHOICES = 4096  # that are remembered; each is a batch size and shares to a twentieth
 
 
 class Cost:
-    """Seconds that something takes, by its number of rows: a mean for each bucket of rows, lines between."""
+    """Seconds that something takes, by its number of rows: a mean for each number, lines between."""
 
     def __init__(self) -> None:
         self._rows: list[int] = []
-        self._seconds: list[float] = []
+        self._means: list[float] = []
+        self._seconds: list[float] = []  # the means, or what more rows cost where that is less
 
     def add(self, rows: int, seconds: float) -> None:
-        bucket = _BUCKETS[min(bisect_left(_BUCKETS, rows), len(_BUCKETS) - 1)]
-        seconds *= bucket / rows if rows > bucket else 1.0
+        bucket = _bucket(rows)
+        seconds *= bucket / rows
         at = bisect_left(self._rows, bucket)
         if at < len(self._rows) and self._rows[at] == bucket:
+            mean = self._means[at]
             # a pass that was held up (another process, a page fault) says little about the next one
-            self._seconds[at] += _STEP * (min(seconds, 3 * self._seconds[at]) - self._seconds[at])
+            self._means[at] = mean + (_STEP if seconds > mean else 3 * _STEP) * (min(seconds, 3 * mean) - mean)
         else:
             self._rows.insert(at, bucket)
+            self._means.insert(at, seconds)
             self._seconds.insert(at, seconds)
+        while at >= 0:
+            least = min(self._means[at], self._seconds[at + 1]) if at + 1 < len(self._rows) else self._means[at]
+            if least == self._seconds[at] and self._rows[at] != bucket:
+                break
+            self._seconds[at] = least
+            at -= 1
 
     def knows(self, rows: int) -> bool:
-        """Whether anything was measured in the bucket of so many rows."""
-        return _BUCKETS[min(bisect_left(_BUCKETS, rows), len(_BUCKETS) - 1)] in self._rows
+        """Whether anything was measured with so many rows."""
+        at = bisect_left(self._rows, _bucket(rows))
+        return at < len(self._rows) and self._rows[at] == _bucket(rows)
 
     def slope(self, rows: int, most: int) -> float | None:
         """Seconds of a further row, on the way from `rows` to as many rows up to `most` as were measured; None where none were."""
-        further = [at for at in self._rows if rows < at <= most]
-        return max(0.0, self.of(further[-1]) - self.of(rows)) / (further[-1] - rows) if further else None
+        further = self._rows[bisect_left(self._rows, most + 1) - 1] if self._rows and self._rows[0] <= most else 0
+        return max(0.0, self.of(further) - self.of(rows)) / (further - rows) if further > rows else None
 
     def of(self, rows: float) -> float:
         """Expected seconds: between what was measured, by lines; beyond it, in proportion; 0 where nothing was."""
@@ -82,19 +97,41 @@ class Cost:
         return self._seconds[at - 1] + (self._seconds[at] - self._seconds[at - 1]) * (rows - low) / (high - low)
 
 
+def _bucket(rows: int) -> int:
+    bucket = _EXACT
+    if rows <= bucket:
+        return rows
+    while bucket < rows:
+        bucket += bucket // 4
+    return bucket
+
+
 class Look(NamedTuple):
-    """What a sequence's levels looked at in a round: per level, guesses up to the first that was not kept, and those that were kept."""
+    """What came of a sequence's guesses in a round.
+
+    tokens: that were committed. straight: guesses of a lookup that only the full depth looked at; where there were some, seen and kept
+    are not used. seen, kept: per level, guesses up to the first that was not kept, and those that were kept.
+    """
 
     id: int
+    tokens: int
+    straight: int
     seen: Sequence[int]
     kept: Sequence[int]
+
+
+class Price(NamedTuple):
+    """Which guesses pay. least: chance that it and those before it are right; each: chance that it is, given them."""
+
+    least: float
+    each: float
 
 
 @dataclass(slots=True)
 class _Habit:
     """What a sequence is like: per level, its share of kept guesses; when it was last tried; how often a try has failed in a row.
 
-    gain, windows: the best choice for these shares, made for the `made` (batch size, age of the costs).
+    gain, windows: the best choice for these shares, made for the `made` (batch size, age of the costs). chosen: the windows of this round.
     """
 
     shares: list[float]
@@ -104,13 +141,7 @@ class _Habit:
     made: tuple[int, int] | None = None
     gain: float = 0.0
     windows: tuple[int, ...] = ()
-
-
-class Price(NamedTuple):
-    """Which guesses pay. least: chance that it and those before it are right; each: chance that it is, given them."""
-
-    least: float
-    each: float
+    chosen: tuple[int, ...] = ()
 
 
 class Pace:
@@ -122,6 +153,7 @@ class Pace:
 
     def __init__(self, windows: Sequence[int], *, drafts: bool, lookups: bool = False) -> None:
         self._windows = tuple(windows)
+        self._top = len(self._windows) - 1
         self._drafts = drafts
         self._bottom = 1 if drafts else 0
         self._none = tuple(0 for _ in windows)
@@ -129,17 +161,22 @@ class Pace:
         self.segments = [Cost() for _ in windows]
         self.heads = [Cost() for _ in windows]
         self.guess = Cost()
-        self._outside = Cost()
+        self._around = Cost()  # what lies around the passes, by sequences: of a plain round, the time between rounds with it,
+        self._around_guesses = Cost()  # and of one with guesses
         self._usual = [_PRIOR] * len(self._windows)  # shares that a new sequence starts with
         self._habits: dict[int, _Habit] = {}
         self._choices: dict[tuple[object, ...], tuple[float, tuple[int, ...]]] = {}
-        self._row_seconds: dict[int, tuple[float, float] | None] = {}
+        self._rows: dict[int, tuple[float, float] | None] = {}  # see `_row`
         self._batch = 0
+        self._plain = 0.0  # seconds of this round if it were plain
         self._rounds = 0
+        self._plainly = False  # this round is for measuring
+        self._looked = 0  # guesses, see _STRANGE
         self._allowance = ALLOWANCE / 2 if lookups and self._options else ALLOWANCE
         self._by_windows = self._by_lookup = 0.0  # the accounts, in seconds
-        self._opened = self._looked_up = False  # who guesses in this round
         self._gain = 1.0  # how many times plain decoding's speed lately
+        self._told = 0.0  # seconds of this round's passes
+        self._gap = 0.0  # seconds before this round
         self._ended: float | None = None
 
     def begin(self, plan: StepPlan, now: float) -> None:
@@ -147,40 +184,44 @@ class Pace:
         for id in plan.ended:
             self._habits.pop(id, None)
         decoding = [s for s in plan.sequences if s.room]
-        if self._ended is not None and decoding:
-            self._outside.add(1, min(now - self._ended, 3 * self._outside.of(1) or 0.001))
+        goes_on = any(s.id in self._habits for s in decoding)  # else nobody waited for this round since the last
+        self._gap = now - self._ended if self._ended is not None and goes_on else 0.0
         self._rounds += 1
+        self._plainly = self._rounds % _FORGET == 0
         self._batch = len(decoding)
-        self._opened = self._looked_up = False
-        self._row_seconds.clear()
+        self._told = 0.0
+        self._plain = self.plain_seconds(self._batch)
+        self._rows.clear()
         for s in decoding:
             if s.id not in self._habits:
                 self._habits[s.id] = _Habit(list(self._usual))
             self._habits[s.id].rounds += 1
 
+    def timed(self, cost: Cost, rows: int, seconds: float, times: int = 1) -> None:
+        """Take note of what a pass of this round took, or each of so many."""
+        cost.add(rows, seconds)
+        self._told += times * seconds
+
     def takes_lookups(self) -> bool:
         """Whether a lookup's guesses may go straight to the full depth in this round."""
-        plain = self.plain_seconds(self._batch)
-        return plain > 0 and self._by_lookup > -_DEBT * plain
+        return self._plain > 0 and not self._plainly and self._by_lookup > -_DEBT * self._plain
 
     def prefers(self, id: int, chances: Sequence[float]) -> bool:
         """Whether a lookup's guesses go straight to the full depth: they promise more than the windows. chances: as in `Guess`."""
         gain = self._considered(id).gain
-        if gain >= _MARGIN and self._by_windows >= 0:
-            plain, row = self.plain_seconds(self._batch), self._row(len(self._windows) - 1)
-            rows = self._batch * len(chances) * row[0] if row else 0.0
-            if plain * (1 + sum(chances)) < gain * (plain + rows):
-                return False
-        self._looked_up = True
-        return True
+        if gain < _MARGIN or self._by_windows < 0:
+            return True
+        row = self._row(self._top)
+        rows = self._batch * len(chances) * row[0] if row else 0.0
+        return self._plain * (1 + sum(chances)) >= gain * (self._plain + rows)
 
     def price(self, level: int, id: int | None = None) -> Price:
         """Which of a lookup's guesses pay that `level` is the first to look at; id: of a sequence for which an exit would guess instead."""
-        row, plain = self._row(level), self.plain_seconds(self._batch)
-        if row is None or not plain:
+        row = self._row(level)
+        if row is None or not self._plain:
             return Price(_UNPRICED, 0.0)
         look, later = row
-        worth = plain / self._batch / max(1.0, self._gain) - later  # of a guess that this level keeps
+        worth = self._plain / self._batch / max(1.0, self._gain) - later  # of a guess that this level keeps
         if worth <= 0:
             return Price(1.0, 0.0)
         each = self._habits[id].shares[self._bottom] - self.guess.of(self._batch) / worth if id is not None else 0.0
@@ -188,34 +229,32 @@ class Pace:
 
     def _row(self, level: int) -> tuple[float, float] | None:
         """Seconds of a further row in all that is run until `level` has looked, and in what is behind it; None where none was measured."""
-        if level not in self._row_seconds:
-            top = len(self._windows) - 1
+        if level not in self._rows:
             looks = [*self.segments[: level + 1], self.heads[level]]
-            later = [*self.segments[level + 1 :], self.heads[top]] if level < top else []
+            later = [*self.segments[level + 1 :], self.heads[self._top]] if level < self._top else []
             parts = []
-            for costs, window in ((looks, self._windows[level]), (later, self._windows[top])):
+            for costs, window in ((looks, self._windows[level]), (later, self._windows[self._top])):
                 slopes = [cost.slope(self._batch, self._batch * (window + 1)) for cost in costs]
                 parts.append(None if None in slopes else sum(slope or 0.0 for slope in slopes))
             now, then = parts
-            self._row_seconds[level] = None if now is None or then is None else (now, then)
-        return self._row_seconds[level]
+            self._rows[level] = None if now is None or then is None else (now, then)
+        return self._rows[level]
 
     def windows(self, id: int) -> tuple[int, ...]:
         """Return the windows of a sequence that decodes in this round."""
         habit = self._considered(id)
-        if not habit.gain:
+        habit.chosen = self._none
+        if not habit.gain or self._plainly:
             return self._none
         if habit.gain >= _MARGIN and self._by_windows >= 0:
             habit.tried, habit.failed = habit.rounds, 0
-            self._opened = True
-            return habit.windows
+            habit.chosen = habit.windows if self._looked >= _STRANGE else self._smallest()
         # plain decoding is thought best: try again now and then, the less often the more tries have failed
-        if self._by_windows > 0 and habit.rounds - habit.tried >= 8 << min(habit.failed, 6):
+        elif habit.rounds - habit.tried >= 8 << min(habit.failed, 6) and self._affords(habit.shares, self._smallest()):
             habit.tried = habit.rounds
             habit.failed += 1
-            self._opened = True
-            return self._smallest()
-        return self._none
+            habit.chosen = self._smallest()
+        return habit.chosen
 
     def _considered(self, id: int) -> _Habit:
         """The sequence's habit with the best choice for it; its gain is 0 until plain decoding is timed, and where no exit takes part."""
@@ -225,6 +264,12 @@ class Pace:
             habit.gain, habit.windows = self._best(self._batch, habit.shares)
             habit.made = made if habit.gain else None
         return habit
+
+    def _affords(self, shares: Sequence[float], windows: tuple[int, ...]) -> bool:
+        """Whether the account covers what a round with these windows is expected to lose, were all the batch alike."""
+        plain = self._plain
+        loss = self.seconds(self._batch, shares, windows) - plain * _series(shares[-1], windows[-1])
+        return self._by_windows > 0 and self._by_windows >= min(loss, 0.9 * _CREDIT * plain)
 
     def _smallest(self) -> tuple[int, ...]:
         """The windows of a round that costs little and still asks every level."""
@@ -245,25 +290,27 @@ class Pace:
         return self._choices[key]
 
     def _every_option(self) -> list[tuple[int, ...]]:
+        """Windows to choose from; each leaves room for what the level below puts in of its own."""
         if len(self._windows) == 1:
             return []  # nobody guesses but a lookup
         options: list[tuple[int, ...]] = [self._none[: self._bottom]]
-        for most in self._windows[self._bottom :]:
-            steps = sorted({1, 2, 3, 4, 6, 8, 12, most})
-            options = [(*option, step) for option in options for step in steps if step <= most]
-        return options
+        for level, most in enumerate(self._windows[self._bottom :], self._bottom):
+            steps = [step for step in sorted({1, 2, 3, 4, 6, 8, 12, most}) if step <= most]
+            below = level > self._bottom
+            options = [(*option, step) for option in options for step in steps if not below or option[-1] < step]
+        return options or [self._windows]
 
     def plain_seconds(self, batch: int) -> float:
-        """Expected seconds of a round of plain decoding; 0 before a pass with as many rows was measured."""
-        if not self.heads[-1].knows(batch):
+        """Expected seconds of a round of plain decoding; 0 before one of so many sequences was measured."""
+        if not self._around.knows(batch):
             return 0.0
-        return self._outside.of(1) + sum(segment.of(batch) for segment in self.segments) + self.heads[-1].of(batch)
+        return self._around.of(batch) + sum(segment.of(batch) for segment in self.segments) + self.heads[-1].of(batch)
 
     def seconds(self, batch: int, shares: Sequence[float], windows: tuple[int, ...]) -> float:
         """Expected seconds of a round in which `batch` sequences fill these windows."""
-        total = self._outside.of(1)
+        total = self._around_guesses.of(batch) or self._around.of(batch)
         turns = 1.0  # of the level, in a round
-        for level in range(len(windows) - 1, self._bottom - 1, -1):
+        for level in range(self._top, self._bottom - 1, -1):
             rows = batch * (windows[level] + 1)
             total += turns * (self.segments[level].of(rows) + self.heads[level].of(rows))
             if level > self._bottom:
@@ -272,29 +319,56 @@ class Pace:
             total += turns * (windows[1] * self.guess.of(batch) + self.segments[0].of(batch))
         return total
 
-    def end(self, plan: StepPlan, tokens: int, looks: Sequence[Look], start: float, now: float) -> None:
-        """Learn from a round that ran from `start` to `now` (seconds): tokens that it gave in all, and what was looked at."""
+    def end(self, plan: StepPlan, looks: Sequence[Look], start: float, now: float) -> None:
+        """Learn from a round that ran from `start` to `now` (seconds). looks: of the sequences for which somebody guessed."""
         self._ended = now
-        batch = sum(1 for s in plan.sequences if s.room)
-        if batch < len(plan.sequences) or not batch:
-            return  # a prompt was read beside: its time says nothing about decoding
+        batch = self._batch
+        if not batch:
+            return
+        spent = now - start + self._gap
+        alone = batch == len(plan.sequences)  # no prompt was read beside: the time is decoding's
+        if alone:
+            around = self._around_guesses if looks else self._around
+            around.add(batch, max(0.0, spent - self._told))
+        plain = self.plain_seconds(batch)
+        if plain:
+            self._settle(plain, looks, spent if alone else None)
         for look in looks:
+            if look.straight:
+                continue
             habit = self._habits[look.id]
+            self._looked += look.seen[-1]
             for level, (seen, kept) in enumerate(zip(look.seen, look.kept, strict=True)):
                 if seen:
                     weight = 1 - (1 - _STEP) ** seen
                     for shares, part in ((habit.shares, weight), (self._usual, weight / 4)):
                         shares[level] += part * (kept / seen - shares[level])
                     habit.made = None
-        plain = self.plain_seconds(batch)
-        if plain:
-            spent = now - start + self._outside.of(1)
-            self._gain += _STEP * (min(tokens * plain / batch / spent, 10.0) - self._gain)
-            saved, most = tokens * plain / batch * (1 + self._allowance) - spent, _CREDIT * plain
-            if self._opened or not self._looked_up:
-                self._by_windows = max(-most, min(most, self._by_windows + saved))
-            if not self._opened:
-                self._by_lookup = max(-most, min(most, self._by_lookup + saved))
+
+    def _settle(self, plain: float, looks: Sequence[Look], spent: float | None) -> None:
+        """Book what a round saved. spent: its seconds, None where they are not known: then what it was expected to take."""
+        batch = self._batch
+        token, row = plain / batch, self._row(self._top)
+        saved, extra = [0.0, 0.0], [0.0, 0.0]  # by windows, by the lookup: seconds of plain decoding, and expected seconds more
+        for look in looks:
+            kind = 1 if look.straight else 0
+            saved[kind] += (look.tokens - 1) * token
+            if look.straight:
+                more = look.straight * (row[0] if row else _UNPRICED * token)
+            else:
+                habit = self._habits[look.id]
+                more = (self.seconds(batch, habit.shares, habit.chosen) - plain) / batch
+            extra[kind] += max(0.01 * token, more)
+        expected = sum(extra)
+        tokens = batch + sum(look.tokens - 1 for look in looks)
+        if spent is not None:
+            if looks:
+                scale = (spent - plain) / expected
+                extra = [seconds * scale for seconds in extra]
+            self._gain += _STEP * (min(tokens * token / spent, 10.0) - self._gain)
+        allowed, most = self._allowance * tokens * token, _CREDIT * plain
+        self._by_windows = max(-most, min(most, self._by_windows + allowed + saved[0] - extra[0]))
+        self._by_lookup = max(-most, min(most, self._by_lookup + allowed + saved[1] - extra[1]))
 
 
 def _series(share: float, most: int) -> float:

@@ -153,8 +153,9 @@ class Round:
             if s.plan.shape:
                 self._shaper.committed(s.plan.id, s.tokens[s.first :])
         if self._pace:
-            looks = [Look(s.plan.id, s.seen, s.kept) for s in states if s.windows[-1] and s.plan.room and not s.direct]
-            self._pace.end(plan, sum(len(result.tokens) for result in results), looks, started, self._clock())
+            guessed = [s for s in states if s.windows[-1] and s.plan.room]
+            looks = [Look(s.plan.id, len(s.tokens) - s.first, len(s.direct), s.seen, s.kept) for s in guessed]
+            self._pace.end(plan, looks, started, self._clock())
         self.peak_held_bytes = max(self.peak_held_bytes, self._state.held_bytes)
         return StepResult(results, self._counts)
 
@@ -273,7 +274,7 @@ class Round:
         count.passes += passes
         count.layers += passes * self._layers[0]
         if self._pace:
-            self._pace.guess.add(len(states), (self._clock() - begun) / passes)
+            self._pace.timed(self._pace.guess, len(states), (self._clock() - begun) / passes, passes)
 
     def _choose_guess(
         self,
@@ -340,7 +341,7 @@ class Round:
             self._settle(level, s, looked, choices.ids[at_row:end], choices.seconds[at_row:end], choices.gaps[at_row:end])
             at_row = end
         if self._pace:
-            self._pace.heads[level].add(len(rows), self._clock() - begun)
+            self._pace.timed(self._pace.heads[level], len(rows), self._clock() - begun)
 
     def _settle(
         self, level: int, s: SequenceState, looked: list[Branch], choices: list[int], seconds: list[int], gaps: list[float]
@@ -429,7 +430,7 @@ class Round:
             for one in range(segment, last + 1):
                 self._counts[one + self._source].rows += len(rows)
                 if self._pace:
-                    self._pace.segments[one].add(len(rows), seconds * self._layers[one] / (layers or 1))
+                    self._pace.timed(self._pace.segments[one], len(rows), seconds * self._layers[one] / (layers or 1))
             self._counts[level + self._source].layers += layers
             segment, depth = last + 1, end
         self._counts[level + self._source].passes += 1
