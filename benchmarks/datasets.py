@@ -62,7 +62,8 @@ def share_gpt(count: int) -> DataSet | None:
     files = [path for folder in folders for path in sorted(Path(folder).rglob("*.json"))]
     if not files:
         return None
-    texts = (turn["value"] for record in _records(files[0].read_text()) for turn in record.get("conversations", [])[:1])
+    firsts = (turn for record in _records(files[0].read_text()) for turn in record.get("conversations", [])[:1])
+    texts = (turn["value"] for turn in firsts if turn.get("from") == "human")
     return DataSet("sharegpt", [Item(text) for text in itertools.islice((t for t in texts if 20 < len(t) < 2000), count)])
 
 
@@ -72,9 +73,10 @@ def built_in(count: int) -> DataSet:
 
 
 def last_number(text: str) -> int | None:
-    """Return the last whole number in a text."""
-    found = re.findall(r"-?\d[\d,]*", text)
-    return int(found[-1].replace(",", "")) if found else None
+    """Return the last number in a text, None where there is none or it is not whole."""
+    found = re.findall(r"(?<![\w.,])-?\d[\d,]*(?:\.\d+)?", text)
+    number = float(found[-1].replace(",", "")) if found else 0.5
+    return int(number) if number.is_integer() else None
 
 
 def _records(text: str) -> Iterator[dict[str, list[dict[str, str]]]]:

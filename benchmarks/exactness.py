@@ -3,7 +3,7 @@
 Each setting meets every prompt once, in one of four conditions that rotate over the settings: alone; in a batch of 16; in a
 batch with so few cache blocks that sequences are preempted; and once its prompt has been read before, so that it is found in
 the prefix cache. The reference is one run of plain decoding of all prompts; plain is among the settings too. A run that differs
-is examined: where the two choices that part are closer than a near-tie's gap, it counts as one.
+is examined: where the two choices that part are closer than a near-tie's gap it is named so. On a CPU it fails all the same.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ SETTINGS = (
     plan("hispec", 1, 2, 1, 2),
     plan("hispec", None, 24, 3, 6, drafter="lookup", lookup_confidence=0.1, branch_below=1.0, branches=2),
     plan("hispec", 28, 29, 4, 8, branch_below=1.0, branches=1),
-    plan("hispec", 8, 20, 2, 3, pace="auto"),
+    plan("hispec", 8, 20, 2, 3, drafter="mixed", pace="auto"),
+    plan("hispec", None, 20, 3, 8, drafter="lookup", pace="auto"),
     plan("single", 6, None, 1),
     plan("plain"),
 )
@@ -225,7 +226,7 @@ def report(out: Path, tallies: dict[str, Tally], chosen: tuple[SpeculationSettin
     runs, identical, near = (sum(getattr(t, key) for t in tallies.values()) for key in ("runs", "identical", "near_ties"))
     details = {name: vars(tally) for name, tally in tallies.items()}
     common.finish("exactness", out, {"runs": runs, "identical": identical, "near_ties": near}, details)
-    if identical + near < runs or not all(t.preemptions and t.cached_rows for t in tallies.values()):
+    if identical < runs or not all(t.preemptions and t.cached_rows for t in tallies.values()):
         sys.exit("the text differed, or nothing was preempted or found in the prefix cache")
 
 

@@ -61,7 +61,7 @@ class SpeculationSettings(Group):
     window: Positive = 4
     """N_i: tokens kept by the check exit before the full depth looks."""
     lookup_confidence: Annotated[float, Field(gt=0, le=1)] = 0.4
-    """The least confidence in a run of guesses of the lookup."""
+    """With pace fixed, the least chance of being right at which the lookup guesses; the pace asks for what pays."""
     stop_below: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """An exit whose first choice leads its second by less (logit / temperature) lets the next level look; 0 is never."""
     branch_below: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -69,7 +69,7 @@ class SpeculationSettings(Group):
     pace: Literal["auto", "fixed"] = "auto"
     """auto: each sequence guesses as far as that has lately paid, at most draft_tokens and window, down to not at all; fixed: that far."""
     branches: Annotated[int, Field(ge=0, le=8)] = 0
-    """Most second candidates of a sequence at a time; each holds a block of the cache."""
+    """Most second candidates of a sequence at a time, of exits (branch_below) and a lookup; each holds a block of the cache."""
 
 
 class CacheSettings(Group):

@@ -58,6 +58,7 @@ class Scheduler:
         self._planned: dict[int, SequencePlan] = {}  # of the step in flight, not yet updated
         self._told: set[int] = set()  # running sequences whose tokens the shards know
         self._ended: list[int] = []  # that were told, and gave their blocks up since the last plan
+        self._taken: tuple[int, ...] = ()  # of these, what the last plan carries
 
     @property
     def running(self) -> int:
@@ -121,6 +122,9 @@ class Scheduler:
         plans: list[SequencePlan] = []
         budget = self.max_batch_rows
         running = self._running
+        if self.branches and self._scarce(0):
+            for sequence in running:
+                self._drop_spare(sequence)
         for sequence in running:  # the list loses its end while we walk it, never what we have passed
             wanted = self._wanted(sequence, budget)
             rows = self._claim(sequence, wanted)
@@ -137,8 +141,8 @@ class Scheduler:
             budget -= self._plan(sequence, rows, plans)
         if not plans:
             return None
-        ended, self._ended = tuple(self._ended), []
-        return StepPlan(tuple(plans), ended)
+        self._taken, self._ended = tuple(self._ended), []
+        return StepPlan(tuple(plans), self._taken)
 
     def update(self, sequence_id: int, tokens: Items[int], finished: bool) -> None:
         """Record what the step in flight did for one of its sequences.
@@ -168,6 +172,7 @@ class Scheduler:
     def forget_plan(self) -> None:
         """Take back the step in flight, which failed: its rows will be planned again, and written again from each watermark on."""
         self._planned.clear()
+        self._ended += self._taken  # it may have failed before anybody took note of these
         self._ended += self._told  # what the shards have seen is not known: the next plans bring it all
         self._told.clear()
 
@@ -236,8 +241,19 @@ class Scheduler:
         """Let a sequence that decodes hold blocks for its branches, as long as that leaves every running sequence some to grow into."""
         pool = self.pool
         missing = pool.blocks_for(sequence.full + rows) + self.branches - len(sequence.blocks)
-        if missing > 0 and pool.free_count - missing > 4 * len(self._running):
+        if missing > 0 and not self._scarce(missing):
             sequence.blocks += tuple(pool.allocate(missing))
+
+    def _drop_spare(self, sequence: Sequence) -> None:
+        """Give back the blocks behind those that the known tokens need."""
+        needed = self.pool.blocks_for(len(sequence.tokens))
+        if len(sequence.blocks) > needed:
+            self.pool.release(sequence.blocks[needed:])
+            sequence.blocks = sequence.blocks[:needed]
+
+    def _scarce(self, taken: int) -> bool:
+        """Whether, with so many more blocks taken, running sequences might soon find none to grow into."""
+        return self.pool.free_count - taken <= 4 * len(self._running)
 
     def _admit(self, sequence: Sequence, budget: int) -> bool:
         """Let the queue's head run if its first chunk finds blocks and each running sequence could still take one more.

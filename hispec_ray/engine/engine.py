@@ -47,7 +47,8 @@ class Engine:
         self.levels = self.executor.sources
         self.pool = BlockPool(self.executor.blocks, settings.cache.block_size, settings.cache.prefix_caching)
         limits = settings.scheduler
-        window, branches = self.executor.window, settings.speculation.branches if self.executor.window else 0
+        window, speculation = self.executor.window, settings.speculation
+        branches = speculation.branches if window and (speculation.branch_below or speculation.drafter != "exit") else 0
         self.scheduler = Scheduler(self.pool, limits.max_sequences, limits.max_batch_rows, limits.max_queued, window, branches)
         self.counts = [LevelCounts() for _ in self.levels]
         self.generated = 0

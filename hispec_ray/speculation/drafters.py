@@ -6,12 +6,13 @@ when it last stood there (token recycling; arXiv 2408.08696, with two candidates
 
 A candidate's confidence is counted, not assumed: it is how often candidates of its kind were right. A kind is the longest n-gram of this
 text that speaks for the token, the longest of other texts, its rank after the last token, and how well this text was foretold lately.
-Every token that the full depth writes is held against all candidates, whether they were asked for or not; so confidence follows
-the text down and up again. Whatever is guessed, the levels above keep the text right.
+Every token that the full depth writes is held against all candidates once the text's next guess is asked for, whether they were guessed
+or not; so confidence follows the text down and up again. Whatever is guessed, the levels above keep the text right.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -28,6 +29,8 @@ _START = 0.4
 """Confidence in a kind of candidates that was never seen."""
 _WEIGHT = 20.0
 """How many candidates of a finer kind it takes to believe it as much as the coarser one that it is part of."""
+_MOST_NEW = 128
+"""Written tokens that are learned from at once."""
 _MEMORY = 100
 """Candidates of a kind after which older ones fade."""
 
@@ -101,12 +104,12 @@ class _Text:
 
 
 class LookupDrafter:
-    """See the module. entries: n-grams of other texts that are kept."""
+    """See the module. entries: n-grams of other texts that are kept, about 300 bytes each."""
 
     def __init__(self, entries: int = 500_000) -> None:
         self.entries = entries
         self._texts: dict[int, _Text] = {}
-        self._follows: dict[tuple[int, ...], int] = {}  # over all texts, oldest first
+        self._follows: OrderedDict[tuple[int, ...], int] = OrderedDict()  # over all texts, oldest first
         self._after: dict[int, tuple[int, int]] = {}
         self._confidence = _Confidence()
 
@@ -147,8 +150,10 @@ class LookupDrafter:
         return guesses
 
     def _take_up(self, text: _Text) -> None:
-        """Hold the candidates against what was written, and remember it."""
-        for token, second in text.new:
+        """Hold the candidates against what was written, and remember it; of a text that was not asked about for long, its end."""
+        late = max(0, len(text.new) - _MOST_NEW)
+        text.read([token for token, _ in text.new[:late]])
+        for token, second in text.new[late:]:
             recent = tuple(text.tokens[-LENGTHS[0] :])
             if recent:
                 candidates = self._candidates(text, recent)
@@ -161,12 +166,12 @@ class LookupDrafter:
             for length in LENGTHS:
                 if len(recent) >= length:
                     gram = recent[-length:]
-                    self._follows.pop(gram, None)  # so that it counts as new
                     self._follows[gram] = token
+                    self._follows.move_to_end(gram)
             text.read((token,))
         text.new.clear()
         while len(self._follows) > self.entries:
-            del self._follows[next(iter(self._follows))]
+            self._follows.popitem(last=False)
 
     def _candidates(self, text: _Text, recent: tuple[int, ...]) -> dict[int, int]:
         """What may follow the recent tokens: the candidates and their kinds."""

@@ -16,6 +16,7 @@ from hispec_ray.model.decoder import Decoder
 from hispec_ray.speculation.choice import Choose
 from hispec_ray.speculation.pace import Cost
 
+_STEPS = 8  # guesses of a run that is timed
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
@@ -45,7 +46,13 @@ def measure(llm: LLM, depths: Sequence[int], choose: Choose, *, context: int, ro
     costs = Costs(own=dict(decoder.exit_layers))
     size = decoder.block_size
     table = np.arange(min(decoder.blocks, -(-(context + 64) // size)), dtype=np.int64)[None]
-    context = min(context, table.size * size - max(rows) - 16)
+    most = min(table.size * size, llm.engine.max_model_len)
+    context = min(context, most - max(rows) - _STEPS)
+    if context < 0:
+        raise ValueError(
+            f"passes of {max(rows)} rows are to be timed, and the context of {most} tokens does not hold them and {_STEPS} guesses; "
+            "raise model.max_model_len or cache.blocks"
+        )
     for count in rows:
         positions = np.arange(context, context + count, dtype=np.int64)
         part = Rows(
@@ -55,7 +62,7 @@ def measure(llm: LLM, depths: Sequence[int], choose: Choose, *, context: int, ro
         costs.layer.add(count, _median(repeats, _run, decoder, hidden, part) / layers)
         for depth in {*depths, layers}:
             costs.heads.setdefault(depth, Cost()).add(count, _median(repeats, _say, decoder, choose, depth, hidden))
-    steps = 8
+    steps = _STEPS
     held = decoder.empty_rows(steps)
     starts = DraftStarts(
         tokens=np.array([1]),

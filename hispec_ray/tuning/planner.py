@@ -127,20 +127,13 @@ def predict(
 
 
 class Bench:
-    """Runs plans over the same prompts, on engines that share the weights of `like`. settings: without a prefix cache."""
+    """Lets plans write the recorded texts, on engines that share the weights of `like`. settings: without a prefix cache."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        prompts: Sequence[Sequence[int]],
-        max_tokens: int,
-        temperature: float,
-        like: LLM,
-    ) -> None:
+    def __init__(self, settings: Settings, recordings: Sequence[Recording], max_tokens: int, like: LLM) -> None:
         self._like = like
         self._settings = settings
-        self._prompts = prompts
-        self._params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=number) for number in range(len(prompts))]
+        self._prompts = [recording.tokens[: recording.prompt] for recording in recordings]
+        self._params = [SamplingParams(max_tokens=max_tokens, temperature=r.temperature, seed=r.seed) for r in recordings]
 
     def llm(self, speculation: SpeculationSettings) -> LLM:
         """Return a fresh engine for a plan: what a lookup remembers of the same prompts would be no measure."""
@@ -194,13 +187,16 @@ def calibrate(bench: Bench, recordings: Sequence[Recording], costs: Costs, layer
     rounds: list[float] = []
     passes: list[float] = []
     for speculation, speed in zip((PLAIN, probe), speeds, strict=True):
+        costs.a_pass = 0.0
         predicted, counts = replay(speculation, recordings, costs, layers)
+        costs.a_pass = 1.0
+        slower, _ = replay(speculation, recordings, costs, layers)
         tokens = sum(len(recording.tokens) - recording.prompt - 1 for recording in recordings)
         excess.append(tokens / speed - tokens / predicted)
         rounds.append(counts[-1].passes)
-        passes.append(sum(count.passes for count in counts if count.seen or count is counts[-1]))
+        passes.append(tokens / slower - tokens / predicted)
     # excess = rounds * a_round + passes * a_pass, for both
     determinant = rounds[0] * passes[1] - rounds[1] * passes[0]
     a_pass = (rounds[0] * excess[1] - rounds[1] * excess[0]) / determinant if determinant else 0.0
     costs.a_pass = max(0.0, a_pass)
-    costs.a_round = max(0.0, excess[0] / rounds[0] - costs.a_pass)
+    costs.a_round = max(0.0, (excess[0] - passes[0] * costs.a_pass) / rounds[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -120,6 +121,30 @@ def test_a_row_that_passes_an_exit_goes_through_its_layer_once(hierarchy: str, g
     if drafts:
         guessing = [result.levels[-len(levels)] for _, result in steps]
         assert sum(count.layers for count in guessing) == (levels[0].depth + 1) * sum(count.passes for count in guessing)
+
+
+@pytest.mark.parametrize("share", [SELDOM, OFTEN])
+@pytest.mark.parametrize("doubt", ["sure", "many branches"])
+@pytest.mark.parametrize("guesser", GUESSERS)
+@pytest.mark.parametrize("hierarchy", ["single, 3 drafts", "hispec, 2 drafts, window 4", "hispec, 4 drafts, window 6", "four levels"])
+def test_the_pace_changes_no_token(hierarchy: str, guesser: str, doubt: str, share: float) -> None:
+    """Passes take times by the dice, so that the pace opens and closes windows and sends lookups straight to the full depth."""
+    looks_up, drafts = GUESSERS[guesser]
+    levels, say = HIERARCHIES[hierarchy], agreeing(share, FULL)
+    levels = levels if drafts else levels[1:]
+    texts = [*mixed_texts(), *(Text(9 + i, [1, 2, 3] * 6, 60, 0.3 * i, 5) for i in range(2))]
+    wanted = expected(say, texts)
+    dice, now = random.Random(hierarchy + guesser), [0.0]
+
+    def clock() -> float:
+        now[0] += dice.choice((0.0, 0.001, 0.01, 0.2))
+        return now[0]
+
+    drafter = LookupDrafter() if looks_up else None
+    steps = finish(Round(FakeModel(say), levels, choose_torch, drafter, DOUBTS[doubt], paced=True, clock=clock), texts, levels)
+    assert [text.tokens for text in texts] == wanted
+    check_figures(levels, texts, steps)
+    assert any(len(done.tokens) > 1 for _, result in steps for done in result.sequences), "nobody's guess was taken"
 
 
 def test_a_second_candidate_that_is_right_saves_a_pass() -> None:
