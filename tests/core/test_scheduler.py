@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence as Items
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -41,11 +42,19 @@ class Simulation:
     """A scheduler, a cache that holds token ids for keys and values, and an engine that stops at END and at the limit."""
 
     def __init__(
-        self, rng: random.Random, *, blocks: int = 12, caching: bool = True, sequences: int = 4, rows: int = 8, window: int = 3
+        self,
+        rng: random.Random,
+        *,
+        blocks: int = 12,
+        caching: bool = True,
+        sequences: int = 4,
+        rows: int = 8,
+        window: int = 3,
+        branches: int = 0,
     ) -> None:
         self.rng = rng
         self.pool = BlockPool(blocks, SIZE, caching)
-        self.scheduler = Scheduler(self.pool, sequences, rows, 1000, window)
+        self.scheduler = Scheduler(self.pool, sequences, rows, 1000, window, branches)
         self.cache: dict[int, int] = {}
         self.live: dict[int, Sequence] = {}
         self.expected: dict[int, list[int]] = {}
@@ -133,6 +142,40 @@ def simulation(**options: int | bool) -> Simulation:
 
 def words(count: int, first: int = 100) -> list[int]:
     return list(range(first, first + count))
+
+
+def test_spare_blocks_of_branches_preempt_nobody() -> None:
+    """They are taken while blocks are plenty, and given back before anybody who needs one goes without."""
+    done = []
+    for branches in (0, 4):
+        sim = simulation(blocks=64, sequences=8, window=3, branches=branches, caching=False)
+        for number in range(8):
+            sim.add(words(2, 100 + number), 30, seed=number)
+        spare = 0
+        while sim.live:
+            plan = sim.step()
+            for part in plan.sequences if plan else ():
+                spare += len(part.blocks) - sim.pool.blocks_for(part.start + len(part.tokens) + part.room)
+        done.append((sim.steps, sim.scheduler.preemptions))
+        assert (spare > 0) == (branches > 0)
+    assert done[0] == done[1]
+
+
+def test_endings_that_a_failed_step_carried_are_told_again() -> None:
+    scheduler = Scheduler(BlockPool(16, SIZE, True), 4, 8, 10, 3)
+    scheduler.add(Sequence(1, "a", words(3), 20, 0.0, 0))
+    scheduler.add(Sequence(2, "b", words(3, 200), 20, 0.0, 0))
+    assert scheduler.schedule() is not None
+    for id in (1, 2):
+        scheduler.update(id, [5], id == 1)
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert plan.ended == (1,)
+    scheduler.forget_plan()
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert 1 in plan.ended
+    assert plan.sequences[0].history == tuple(words(3, 200))
 
 
 def test_a_prompt_is_read_in_chunks_and_then_decoded_with_a_window() -> None:
@@ -404,6 +447,7 @@ def test_same_text_whatever_runs_beside_it(seed: int, caching: bool) -> None:
         sequences=rng.randint(1, 6),
         rows=rng.choice((1, 3, 8, 64)),
         window=rng.randint(0, 5),
+        branches=rng.choice((0, 0, 2)),
     )
     for _ in range(300):
         if rng.random() < 0.25:
@@ -423,10 +467,11 @@ class AnyOrder(RuleBasedStateMachine):
         sequences=st.integers(1, 5),
         rows=st.integers(1, 12),
         window=st.integers(0, 6),
+        branches=st.integers(0, 2),
         seed=st.integers(0, 2**16),
     )
-    def start(self, *, blocks: int, caching: bool, sequences: int, rows: int, window: int, seed: int) -> None:
-        self.sim = Simulation(random.Random(seed), blocks=blocks, caching=caching, sequences=sequences, rows=rows, window=window)
+    def start(self, *, seed: int, **options: Any) -> None:
+        self.sim = Simulation(random.Random(seed), **options)
 
     @rule()
     def add(self) -> None:

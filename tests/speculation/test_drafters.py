@@ -50,7 +50,7 @@ def test_other_texts_are_remembered_and_its_own_prompt_goes_before() -> None:
     read(drafter, 2, [2, 3])
     assert said(drafter, 2, most=2) == [4, 5]
     drafter.begin(plan_of(3, [7, 2, 3, 8, 9, 2, 3], 0, (), ended=[2, 4]))
-    assert said(drafter, 3, most=1) in ([8], [4])
+    assert said(drafter, 3, most=1) == [8]
     assert 1 not in drafter._texts
 
 
@@ -71,7 +71,7 @@ def test_a_history_that_the_cache_spared_is_known_too() -> None:
 
 
 def test_a_source_that_fails_falls_silent_and_comes_back() -> None:
-    """Confidence is earned at every token, asked or not."""
+    """Confidence is earned at every token, guessed or not."""
     drafter = LookupDrafter()
     period = [1, 2, 3, 4, 5]
     read(drafter, 1, period * 2)

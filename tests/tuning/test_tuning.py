@@ -16,7 +16,7 @@ from hispec_ray.config import Settings, SpeculationSettings
 from hispec_ray.speculation.choice import Choices
 from hispec_ray.speculation.pace import Cost
 from hispec_ray.tuning.costs import Costs, measure
-from hispec_ray.tuning.planner import GRID, PLAIN, climb, describe, families, predict
+from hispec_ray.tuning.planner import GRID, PLAIN, calibrate, climb, describe, families, predict
 from hispec_ray.tuning.recording import Recording, listen, write_texts
 from hispec_ray.tuning.replay import replay
 from hispec_ray.tuning.tune import Tuning, tune
@@ -152,6 +152,31 @@ def test_lookups_go_straight_to_the_full_depth_where_the_check_exit_does_not_pay
     assert full.accepted > 400
     assert lookup.own >= full.accepted
     assert check.passes < 20
+
+
+@pytest.mark.parametrize(("a_pass", "a_round"), [(0.0, 0.0), (0.004, 0.0), (0.0, 0.003), (0.002, 0.005)])
+def test_calibration_finds_what_passes_and_rounds_cost_besides(
+    a_pass: float, a_round: float, recordings: dict[float, list[Recording]]
+) -> None:
+    """From the speeds of plain decoding and of one hierarchical plan, as a machine would run them."""
+    probe = next(families((2, 4), heads=None, methods=("hispec",), drafters=("exit",)))
+    machine = flat(0.001)
+    machine.a_pass, machine.a_round = a_pass, a_round
+
+    class Clockwork:
+        def compare(self, plans: Sequence[SpeculationSettings], runs: int) -> list[list[float]]:
+            return [[replay(plan, recordings[0.0], machine, LAYERS)[0]] * runs for plan in plans]
+
+    found = flat(0.001)
+    calibrate(Clockwork(), recordings[0.0], found, LAYERS, probe)  # type: ignore[arg-type]
+    assert (found.a_pass, found.a_round) == (pytest.approx(a_pass, abs=1e-5), pytest.approx(a_round, abs=1e-5))
+
+
+def test_a_context_too_short_to_time_passes_in_is_named() -> None:
+    settings = Settings.model_validate({**settings_for(PLAIN).model_dump(), "model": {"path": "abacus", "threads": 1, "max_model_len": 32}})
+    llm = LLM(settings)
+    with pytest.raises(ValueError, match=r"passes of 32 rows .* the context of 32 tokens .* raise model.max_model_len"):
+        measure(llm, (2,), llm.engine.executor.shard.choose, context=20)
 
 
 def test_families_have_every_shape_once() -> None:
