@@ -21,7 +21,7 @@ STANDS_ON: dict[str, set[str]] = {
     "core": {"config", "request"},
     "model": _GROUND | {"core.plan"},
     "speculation": _GROUND | {"core.plan"},
-    "abacus": {"training", "model"},
+    "abacus": {"training", "model", "__init__"},
     "training": _GROUND | {"core.plan", "model"},
     "shard": _SHARDS,
     "engine": _ENGINE,

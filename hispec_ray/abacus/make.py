@@ -7,6 +7,7 @@ the full depth, layers dropped the more often the deeper they lie. Short and sim
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,8 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hispec_ray.abacus.problems import MOST_STEPS, Problem, held_out, make, stream
+from hispec_ray import LLM, SamplingParams
+from hispec_ray.abacus.problems import MOST_STEPS, Problem, answer_of, held_out, make, stream
 from hispec_ray.abacus.tokenizer import train_tokenizer
 from hispec_ray.training.data import Line
 from hispec_ray.training.progress import Progress
@@ -41,6 +43,8 @@ SETTINGS = TrainingSettings(
 
 GROWING = 0.3
 """Share of the training, at its start, in which problems grow from one step to all."""
+EXAMINED = 500
+"""Held-out problems that the finished model solves for its card."""
 ECHOES = 0.55, 0.7
 """The part of the training in which every other line is a problem's question said twice: what a solution needs is copied from there."""
 
@@ -98,9 +102,32 @@ def main(
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device)
     student = ExitStudent(model, EXITS)
     with Progress(out, settings.steps, EXITS) as progress:
-        train(student, ProblemBatches(tokenizer, settings), settings, out, progress)
+        report = train(student, ProblemBatches(tokenizer, settings), settings, out, progress)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
+    card = {
+        "made_by": "python -m hispec_ray.abacus.make --out FOLDER",
+        "recipe": "layerskip",
+        "parameters": parameters,
+        "steps": settings.steps,
+        "problems": settings.steps * settings.lines_per_step,
+        "exits": EXITS,
+        "agreement": [round(share, 4) for share in report.agreement],  # with the full depth, on held-out solutions
+        "text": report.text,  # cross-entropy of the full depth there, in nats a token
+        "accuracy": accuracy(out, threads),
+        "accuracy_of": EXAMINED,
+    }
+    (out / "card.json").write_text(json.dumps(card, indent=1) + "\n")
+
+
+def accuracy(folder: Path, threads: int) -> float:
+    """Return the share of EXAMINED held-out problems to which the model's greedy solution ends in the right number."""
+    llm = LLM({"model": {"path": str(folder), "threads": threads}, "speculation": {"method": "plain"}})
+    problems = list(itertools.islice(stream(2, "held_out"), EXAMINED))
+    done = llm.generate([problem.prompt for problem in problems], SamplingParams(temperature=0, max_tokens=400))
+    right = [answer_of(one.choices[0].text) == problem.answer for one, problem in zip(done, problems, strict=True)]
+    return sum(right) / len(right)
 
 
 if __name__ == "__main__":
