@@ -12,7 +12,7 @@ from typing import cast
 from hispec_ray.config import Settings
 from hispec_ray.engine.engine import Engine
 from hispec_ray.engine.prompts import PromptEncoder
-from hispec_ray.request import FinishReason, GenerationRequest, RequestError, SamplingParams, TokenDelta, choices_of
+from hispec_ray.request import FinishReason, GenerationRequest, RequestError, SamplingParams, TokenDelta, TokenLogprob, choices_of
 
 Prompt = str | Sequence[int]
 DEFAULT_PARAMS = SamplingParams()
@@ -20,17 +20,22 @@ DEFAULT_PARAMS = SamplingParams()
 
 @dataclass(slots=True)
 class Choice:
-    """One answer. levels[i] names the level that chose token_ids[i] first: "draft", "check" or "full"."""
+    """One answer. levels[i] names the level that chose token_ids[i] first: "draft", "check" or "full".
+
+    logprobs: one for each token, where `SamplingParams.logprobs` asks for them.
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     levels: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def add(self, delta: TokenDelta) -> None:
         self.text += delta.text
         self.token_ids += delta.token_ids
         self.levels += delta.levels
+        self.logprobs += delta.logprobs
         self.finish_reason = delta.finish_reason
 
 

@@ -11,6 +11,7 @@ from typing import cast
 
 MAX_SEED = 2**63 - 1
 LONGEST_STOP = 1024  # characters
+MOST_LOGPROBS = 20
 
 
 class RequestError(ValueError):
@@ -43,6 +44,17 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # end-of-sequence token or a stop string
     LENGTH = "length"  # max_tokens or the context's end
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The natural logarithm of a token's probability, and those of the likeliest tokens there, the likeliest first: (id, logarithm).
+
+    Of the model's own distribution, before a request's penalties, biases, temperature and filters.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +107,8 @@ class SamplingParams:
     repetition_penalty: above 0; a logit of a token that the prompt or the answer has is divided by it where positive, else multiplied.
     logit_bias: what is added to the logits of ids, -100 to 100.
     stop_token_ids: ids that end the answer as the end-of-sequence token does.
+    logprobs: how many of the likeliest tokens are told at each token of the answer, 0 to 20, and the token's own log-probability with
+        them; None for none of it.
     min_tokens: the answer does not end before so many tokens by a token; stop strings are looked for in what comes after them.
 
     Raises RequestError when a value is out of range.
@@ -115,13 +129,16 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("seed", "max_tokens", "n", "top_k", "min_tokens"):
+        for name in ("seed", "max_tokens", "n", "top_k", "min_tokens", "logprobs"):
             value = getattr(self, name)
-            if (value is not None or name not in ("seed", "max_tokens")) and (not isinstance(value, int) or isinstance(value, bool)):
+            if (value is not None or name not in ("seed", "max_tokens", "logprobs")) and (
+                not isinstance(value, int) or isinstance(value, bool)
+            ):
                 raise RequestError(f"{name} is {value!r}; it must be a whole number", name)
         for name, (least, most) in _NUMBERS.items():
             value = getattr(self, name)
@@ -139,9 +156,7 @@ class SamplingParams:
             raise RequestError(f"seed is {self.seed}; it must be from 0 to {MAX_SEED}", "seed")
         if self.max_tokens is not None and self.max_tokens < 0:
             raise RequestError(f"max_tokens is {self.max_tokens}; it must be 0 or more", "max_tokens")
-        if self.min_tokens < 0 or (self.max_tokens is not None and self.min_tokens > self.max_tokens):
-            most_tokens = "" if self.max_tokens is None else f" to max_tokens, {self.max_tokens}"
-            raise RequestError(f"min_tokens is {self.min_tokens}; it must be from 0{most_tokens or ' on'}", "min_tokens")
+        self._check_counts()
         self._check_stop()
         if not 1 <= self.n <= 128:
             raise RequestError(f"n is {self.n}; it must be from 1 to 128", "n")
@@ -167,6 +182,13 @@ class SamplingParams:
     def biases(self) -> tuple[tuple[int, float], ...]:
         """logit_bias in pairs, by ascending id."""
         return cast(tuple[tuple[int, float], ...], self.logit_bias)
+
+    def _check_counts(self) -> None:
+        if self.min_tokens < 0 or (self.max_tokens is not None and self.min_tokens > self.max_tokens):
+            most_tokens = "" if self.max_tokens is None else f" to max_tokens, {self.max_tokens}"
+            raise RequestError(f"min_tokens is {self.min_tokens}; it must be from 0{most_tokens or ' on'}", "min_tokens")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
+            raise RequestError(f"logprobs is {self.logprobs}; it must be from 0 to {MOST_LOGPROBS}", "logprobs")
 
     def _check_ids(self) -> None:
         """Check ids and biases, and bring them into tuples, ascending and without repeats."""
@@ -209,7 +231,7 @@ class TokenDelta:
 
     text is what may be shown now: whole characters only, nothing that could still become part of a
     stop string. levels[i] names the level whose own choice token_ids[i] was: "draft", "check" or "full".
-    token_ids counts every token that the request pays for, the end-of-sequence token included.
+    token_ids counts every token that the request pays for, the end-of-sequence token included. logprobs: one for each, where asked for.
     """
 
     request_id: str
@@ -217,6 +239,7 @@ class TokenDelta:
     token_ids: list[int] = field(default_factory=list)
     levels: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 def choice_seed(seed: int, index: int) -> int:

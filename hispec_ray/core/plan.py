@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hispec_ray.request import Shape
+from hispec_ray.request import Shape, TokenLogprob
 
 IntArray = NDArray[np.int64]
 
@@ -25,6 +25,7 @@ class SequencePlan:
     samples: False for a chunk that does not reach the end of the known tokens (no token is chosen after it).
     room: most tentative tokens the window may hold this round (0 = plain decoding). Always 0 where len(tokens) > 1.
     temperature, seed: of the choice rule. shape: what is done to the logits before it; None for nothing.
+    logprobs: how many likeliest tokens to tell at each committed one; None for no log-probabilities.
     """
 
     id: int
@@ -37,6 +38,7 @@ class SequencePlan:
     seed: int
     history: tuple[int, ...] | None = None
     shape: Shape | None = None
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,14 @@ class StepPlan:
 class SequenceResult:
     """Tokens that the full depth committed after the plan's own; levels[i] is the index of the source that chose tokens[i] first.
 
+    logprobs: one for each token, where the plan asks for them.
     Sources are a drafter that is no level, where there is one, then the round's levels, shallow to deep.
     """
 
     id: int
     tokens: list[int]
     levels: list[int]
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -231,6 +231,7 @@ class Scheduler:
             seed=sequence.seed,
             history=None if sequence.id in self._told else tuple(sequence.tokens[:start]),
             shape=sequence.shape,
+            logprobs=sequence.logprobs,
         )
         self._told.add(sequence.id)
         self._planned[sequence.id] = plan

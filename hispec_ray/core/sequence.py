@@ -26,7 +26,7 @@ class Sequence:
         so at most limit - 1 positions of the cache are needed.
     full: rows of tokens that have been run through the full depth; positions below it are final, those from it on are rewritten.
     blocks: the block table; a new tuple when it grows, so that plans may keep it.
-    temperature, seed, shape: of the choice; see `SequencePlan`.
+    temperature, seed, shape, logprobs: see `SequencePlan`.
     arrival: place in the order in which sequences were added, kept over preemptions.
     cached: rows that the prefix cache spared this sequence when it was first admitted; None before.
 
@@ -40,6 +40,7 @@ class Sequence:
     temperature: float
     seed: int
     shape: Shape | None = None
+    logprobs: int | None = None
     prompt_len: int = field(init=False)
     full: int = field(default=0, init=False)
     blocks: tuple[int, ...] = field(default=(), init=False)

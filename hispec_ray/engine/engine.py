@@ -101,7 +101,7 @@ class Engine:
         self._ids += 1
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
         shape = params.shape(len(prompt), ends)
-        sequence = Sequence(self._ids, request.id, list(prompt), limit, params.temperature, request.params.seed, shape)
+        sequence = Sequence(self._ids, request.id, list(prompt), limit, params.temperature, request.params.seed, shape, params.logprobs)
         answer = _Answer(request, sequence, self._detokenizer.stream(prompt, params.stop, params.min_tokens), frozenset(ends))
         self.scheduler.add(sequence)
         self._live.add(request.id)
@@ -174,4 +174,4 @@ class Engine:
         self.generated += kept
         self.scheduler.update(result.id, tokens, reason is not None)
         levels = [self.levels[level] for level in result.levels[:kept]]
-        return TokenDelta(answer.request.id, "".join(pieces), tokens, levels, reason)
+        return TokenDelta(answer.request.id, "".join(pieces), tokens, levels, reason, result.logprobs[:kept])

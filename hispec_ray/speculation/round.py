@@ -35,7 +35,7 @@ from hispec_ray.core.plan import Drafts, DraftStarts, LevelCounts, Rows, Sequenc
 from hispec_ray.speculation.choice import Choices, Choose
 from hispec_ray.speculation.drafters import Drafter, Guess
 from hispec_ray.speculation.pace import Look, Pace, Price
-from hispec_ray.speculation.shaping import Shaper
+from hispec_ray.speculation.shaping import Shaper, logprobs
 from hispec_ray.speculation.state import Branch, Memory, RoundState, SequenceState
 
 
@@ -146,7 +146,7 @@ class Round:
             for s in states:
                 self._set_pace(self._pace, s)
         self._advance(self._top, states)
-        results = [SequenceResult(s.plan.id, s.tokens[s.first :], s.origins) for s in states]
+        results = [SequenceResult(s.plan.id, s.tokens[s.first :], s.origins, s.logprobs) for s in states]
         for s in states:
             if self._drafter:
                 self._drafter.committed(s.plan.id, s.tokens[s.first :], s.seconds)
@@ -326,7 +326,11 @@ class Round:
         depth = self._levels[level].depth
         logits, vocabulary = self._model.logits(depth, rows), self._model.vocabulary(depth)
         at_row = 0
+        untouched: dict[int, torch.Tensor] = {}  # rows before they are shaped
         for s, count, looked in scored:
+            if level == self._top and s.plan.logprobs is not None:
+                rows_of = logits[at_row : at_row + count + len(looked)]
+                untouched[s.plan.id] = rows_of.clone() if s.plan.shape else rows_of
             if s.plan.shape:
                 first = s.settled[level]
                 before = [s.tokens[s.first : first + row] for row in range(count)]
@@ -339,6 +343,8 @@ class Round:
         for s, count, looked in scored:
             end = at_row + count + len(looked)
             self._settle(level, s, looked, choices.ids[at_row:end], choices.seconds[at_row:end], choices.gaps[at_row:end])
+            if s.plan.id in untouched:
+                s.logprobs = logprobs(untouched[s.plan.id][s.rows], s.tokens[s.first :], s.plan.logprobs or 0)
             at_row = end
         if self._pace:
             self._pace.timed(self._pace.heads[level], len(rows), self._clock() - begun)
@@ -371,7 +377,8 @@ class Round:
             s.settled[below] = known + 1
             s.marks[below] = known
         if level == self._top:
-            s.seconds = [*seconds[:kept], *([seconds[kept], seconds[tentative + 1 + taken]] if taken is not None else [seconds[kept]])]
+            s.rows = [*range(kept + 1), *([] if taken is None else [tentative + 1 + taken])]
+            s.seconds = [seconds[row] for row in s.rows]
         else:
             s.ready = gap < self._doubt.stop
             if self._doubt.branches:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from hispec_ray.core.plan import StepPlan
-from hispec_ray.request import Shape
+from hispec_ray.request import Shape, TokenLogprob
 
 _FEW = 256  # candidates that are sorted first: nearly always enough to fill top_p
 
@@ -109,6 +109,16 @@ def kept(scores: torch.Tensor, shape: Shape) -> torch.Tensor:
                 least = torch.maximum(least, values[int(enough.int().argmax())])
                 break
     return scores >= least
+
+
+def logprobs(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
+    """Return the log-probabilities of tokens, one for each row of logits fp32 `[R, V]`, with those of the `count` likeliest."""
+    scores = logits.double()
+    scores = scores - scores.logsumexp(dim=1, keepdim=True)
+    own = scores[torch.arange(len(tokens)), torch.tensor(tokens, device=scores.device)].tolist()
+    values, ids = scores.topk(min(count, scores.shape[1]), dim=1)
+    tops = [tuple(zip(row, line, strict=True)) for row, line in zip(ids.tolist(), values.tolist(), strict=True)]
+    return [TokenLogprob(value, top) for value, top in zip(own, tops, strict=True)]
 
 
 def _add(logits: torch.Tensor, ids: Sequence[int], values: Sequence[float], vocabulary: torch.Tensor | None) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from hispec_ray.core.plan import IntArray, Rows, SequencePlan, StepPlan
+from hispec_ray.request import TokenLogprob
 from hispec_ray.speculation.drafters import Guess
 
 
@@ -50,11 +51,12 @@ class SequenceState:
     line: the sequence's line in the block tables; home: of its first token in the held rows.
     seen[l], kept[l]: guesses that level l looked at, up to the first that it did not keep.
     spare: (line of the block tables, line of the held rows, block) that a branch may take. seconds: the top's second choices at the end.
+    rows: of what the top looked at, those whose choices were committed. logprobs: see `SequenceResult`.
     """
 
     __slots__ = (
-        "branches", "direct", "first", "home", "kept", "line", "marks", "origins",
-        "plan", "ready", "seconds", "seen", "settled", "spare", "tokens", "windows",
+        "branches", "direct", "first", "home", "kept", "line", "logprobs", "marks", "origins",
+        "plan", "ready", "rows", "seconds", "seen", "settled", "spare", "tokens", "windows",
     )  # fmt: skip
 
     def __init__(self, plan: SequencePlan, line: int, home: int, windows: Sequence[int]) -> None:
@@ -73,6 +75,8 @@ class SequenceState:
         self.branches: list[Branch] = []
         self.spare: list[tuple[int, int, int]] = []
         self.seconds: list[int] = []
+        self.rows: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
         self.seen = [0] * levels
         self.kept = [0] * levels
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hispec_ray import LLM, FinishReason, RequestError, SamplingParams
+from hispec_ray.core.plan import Rows
 from hispec_ray.request import choice_seed
 
 
@@ -232,3 +234,40 @@ def test_ids_outside_the_vocabulary_are_refused(llm: LLM) -> None:
         with pytest.raises(RequestError, match="has token id 300; ids must be from 0 to 299"):
             llm.generate("the cat", params(**values))
     assert_clean(llm)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("shaped", [{}, {"presence_penalty": 1.5, "top_k": 5}])
+def test_logprobs_are_the_models_own_with_speculation_and_without(shaped: dict[str, Any], temperature: float, tiny_llm: Any) -> None:
+    """Of the distribution before penalties and filters, at every token of the answer."""
+    asked = params(temperature=temperature, seed=5, max_tokens=25, logprobs=3, **shaped)
+    answers = []
+    for method, draft, check in (("plain", 1, 2), ("hispec", 5, 7), ("hispec", 1, 2)):
+        llm = tiny_llm("float32", method, draft, check, 3, 5, blocks=60)
+        (choice,) = llm.generate("the cat", asked)[0].choices
+        assert len(choice.logprobs) == len(choice.token_ids) == 25
+        answers.append(choice)
+    for choice in answers[1:]:
+        assert choice.token_ids == answers[0].token_ids
+        assert choice.logprobs == answers[0].logprobs, "to the bit, on one CPU"
+    prompt = llm.encode("the cat")
+    decoder = llm.engine.executor.shard.decoder
+    tokens = np.array([*prompt, *answers[0].token_ids[:-1]])
+    places = np.arange(len(tokens))
+    rows = Rows(tokens, places, np.zeros_like(places), np.arange(decoder.blocks)[None], places, places)
+    layers = decoder.architecture.layers
+    law = decoder.logits(layers, decoder.run(0, layers, decoder.embed(rows), rows)).log_softmax(dim=1)[len(prompt) - 1 :]
+    for row, token, told in zip(law, answers[0].token_ids, answers[0].logprobs, strict=True):
+        assert told.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        assert [id for id, _ in told.top] == row.topk(3).indices.tolist()
+        assert [value for _, value in told.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+
+
+def test_logprobs_end_where_the_text_ends(llm: LLM) -> None:
+    (whole,) = llm.generate("the cat", params(temperature=0.0, max_tokens=20, logprobs=0))[0].choices
+    assert all(told.top == () for told in whole.logprobs)
+    cut = llm.generate("the cat", params(temperature=0.0, max_tokens=20, logprobs=0, stop=(whole.text[3:5],)))[0].choices[0]
+    assert len(cut.logprobs) == len(cut.token_ids) < 20
+    assert not llm.generate("the cat", params())[0].choices[0].logprobs
+    with pytest.raises(RequestError, match="logprobs is 21; it must be from 0 to 20"):
+        params(logprobs=21)
