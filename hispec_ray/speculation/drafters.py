@@ -22,7 +22,7 @@ LENGTHS = (6, 4, 3, 2)
 """Lengths of the n-grams, longest first."""
 
 _RANKS = 3
-_FORTUNES = 4  # grades of how well a text was foretold lately
+_FORTUNES = 4  # grades of how well a text was foretold lately: enough that confidence falls within ten tokens that nobody foretold
 _FORTUNE_STEP = 0.1
 _KINDS = (len(LENGTHS) + 1) ** 2 * _RANKS
 _START = 0.4

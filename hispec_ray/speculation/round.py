@@ -105,7 +105,7 @@ class Round:
         drafter: Drafter | None = None,
         doubt: Doubt = NO_DOUBT,
         *,
-        confidence: float = 0.4,
+        confidence: float = 1.0,
         paced: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -386,7 +386,8 @@ class Round:
                 accepted += self._offer(level, s, first, place, seconds_after)
                 if gap < self._doubt.branch and taken is None:
                     if seconds[kept] == rejected:  # its row has been run already
-                        accepted += self._state.branch(s, known, rejected, source, level + 1)
+                        stays = self._state.branch(s, known, rejected, source, level + 1)
+                        accepted += 1 if stays else 0
                     else:
                         self._state.branch(s, known, seconds[kept], source)
         count = self._counts[source]

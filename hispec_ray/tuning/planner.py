@@ -60,8 +60,6 @@ def describe(speculation: SpeculationSettings) -> str:
 def families(depths: Sequence[int], *, heads: str | None, methods: Sequence[str], drafters: Sequence[str]) -> Iterator[SpeculationSettings]:
     """Yield a plan of every shape: method, drafter and exits, with middling numbers."""
     for method, drafter in itertools.product(methods, drafters):
-        if method == "plain":
-            continue
         drafts: Sequence[int | None] = (None,) if drafter == "lookup" else depths
         checks: Sequence[int | None] = depths if method == "hispec" else (None,)
         for draft, check in itertools.product(drafts, checks):

@@ -180,7 +180,7 @@ def test_a_context_too_short_to_time_passes_in_is_named() -> None:
 
 
 def test_families_have_every_shape_once() -> None:
-    shapes = list(families(DEPTHS, heads=None, methods=("plain", "single", "hispec"), drafters=("exit", "lookup", "mixed")))
+    shapes = list(families(DEPTHS, heads=None, methods=("single", "hispec"), drafters=("exit", "lookup", "mixed")))
     assert len(shapes) == len({describe(shape) for shape in shapes}) == 3 + 3 + 3 + 1 + 3 + 3
 
 
