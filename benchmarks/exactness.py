@@ -208,16 +208,15 @@ def report(out: Path, tallies: dict[str, Tally], chosen: tuple[SpeculationSettin
     figure, axes = plt.subplots(figsize=(9, 0.42 * sum(2 if c.method == "hispec" else 1 for c in chosen) + 1.6), layout="constrained")
     names = list(next(iter(tallies.values())).acceptance)
     for offset, (dtype, tally) in enumerate(tallies.items()):
-        axes.barh([i + 0.38 * offset for i in range(len(names))], [100 * tally.acceptance[n] for n in names], height=0.36,
-                  label=f"{dtype}: {tally.identical} of {tally.runs} runs identical")  # fmt: skip
-    axes.set_yticks([i + 0.19 for i in range(len(names))], names)
+        places = [i + (0.76 * offset + 0.38) / len(tallies) for i in range(len(names))]
+        label = f"{dtype}: {tally.identical} of {tally.runs} runs identical"
+        axes.barh(places, [100 * tally.acceptance[n] for n in names], height=0.72 / len(tallies), label=label)
+    axes.set_yticks([i + 0.38 for i in range(len(names))], names)
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
     axes.set_xlabel("tentative tokens that the level keeps, %")
-    axes.set_title(
-        "The text is plain decoding's at any acceptance\n(method, guesser, exits, draft tokens / window: the level that looks)",
-        loc="left",
-        fontsize=11,
+    figure.suptitle(
+        "The text is plain decoding's at any acceptance\n(method, guesser, exits, draft tokens / window: who looks)", fontsize=11
     )
     axes.legend(loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)

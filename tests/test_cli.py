@@ -150,7 +150,8 @@ def test_ctrl_c_keeps_what_was_written(hispec: Run, tiny: list[object], monkeypa
     status, traced, err = hispec(*tiny, "--trace")
     assert (status, err) == (130, "")
     text, figures = text_and_figures(traced)
-    assert text + "\n" == out
+    assert whole.startswith(text)
+    assert 1 <= len(text) < len(whole)
     assert re.search(r"^\d+ tokens, the first after", figures, re.M)
 
 
