@@ -41,12 +41,12 @@ SETTINGS = TrainingSettings(
 )
 
 
-GROWING = 0.3
-"""Share of the training, at its start, in which problems grow from one step to all."""
+GROWING = 600
+"""Steps of the training, at its start, in which problems grow from one step to all."""
 EXAMINED = 500
 """Held-out problems that the finished model solves for its card."""
-ECHOES = 0.55, 0.7
-"""The part of the training in which every other line is a problem's question said twice: what a solution needs is copied from there."""
+ECHOES = 1100, 1400
+"""The steps of the training between which every other line is a problem's question said twice: what a solution needs is copied from there."""
 
 
 class ProblemBatches:
@@ -58,10 +58,10 @@ class ProblemBatches:
 
     def batch(self, step: int) -> Sequence[Line]:
         rng = random.Random(f"abacus {self._settings.seed} {step}")
-        most = min(MOST_STEPS, 1 + int(MOST_STEPS * step / (GROWING * self._settings.steps)))
+        most = min(MOST_STEPS, 1 + MOST_STEPS * step // GROWING)
         drawn = (make(rng, rng.randint(1, most)) for _ in itertools.count())
         problems = itertools.islice((p for p in drawn if not held_out(p)), self._settings.lines_per_step)
-        echoes = ECHOES[0] <= step / self._settings.steps < ECHOES[1]
+        echoes = ECHOES[0] <= step < ECHOES[1]
         return [self._echo(p) if echoes and i % 2 else self._line(p) for i, p in enumerate(problems)]
 
     def held_out(self) -> Sequence[Line]:
