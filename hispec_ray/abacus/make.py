@@ -46,7 +46,7 @@ GROWING = 600
 EXAMINED = 500
 """Held-out problems that the finished model solves for its card."""
 ECHOES = 1100, 1400
-"""The steps of the training between which every other line is a problem's question said twice: what a solution needs is copied from there."""
+"""Between these steps every other line is a problem's question said twice: what a solution needs is copied from there."""
 
 
 class ProblemBatches:
