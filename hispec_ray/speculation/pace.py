@@ -175,7 +175,8 @@ class Pace:
         self._allowance = ALLOWANCE / 2 if lookups and self._options else ALLOWANCE
         self._by_windows = self._by_lookup = 0.0  # the accounts, in seconds
         self._gain = 1.0  # how many times plain decoding's speed lately
-        self._told = 0.0  # seconds of this round's passes
+        self._told = 0.0  # seconds of this round's passes, and of what a lookup took
+        self._asked = 0.0  # of these, the lookup's
         self._gap = 0.0  # seconds before this round
         self._ended: float | None = None
 
@@ -189,7 +190,7 @@ class Pace:
         self._rounds += 1
         self._plainly = self._rounds % _FORGET == 0
         self._batch = len(decoding)
-        self._told = 0.0
+        self._told = self._asked = 0.0
         self._plain = self.plain_seconds(self._batch)
         self._rows.clear()
         for s in decoding:
@@ -201,6 +202,11 @@ class Pace:
         """Take note of what a pass of this round took, or each of so many."""
         cost.add(rows, seconds)
         self._told += times * seconds
+
+    def asked(self, seconds: float) -> None:
+        """Take note of what a lookup took to say what goes straight to the full depth, or that it has no guess."""
+        self._told += seconds
+        self._asked += seconds
 
     def takes_lookups(self) -> bool:
         """Whether a lookup's guesses may go straight to the full depth in this round."""
@@ -363,12 +369,12 @@ class Pace:
         tokens = batch + sum(look.tokens - 1 for look in looks)
         if spent is not None:
             if looks:
-                scale = (spent - plain) / expected
+                scale = (spent - self._asked - plain) / expected
                 extra = [seconds * scale for seconds in extra]
             self._gain += _STEP * (min(tokens * token / spent, 10.0) - self._gain)
         allowed, most = self._allowance * tokens * token, _CREDIT * plain
         self._by_windows = max(-most, min(most, self._by_windows + allowed + saved[0] - extra[0]))
-        self._by_lookup = max(-most, min(most, self._by_lookup + allowed + saved[1] - extra[1]))
+        self._by_lookup = max(-most, min(most, self._by_lookup + allowed + saved[1] - extra[1] - self._asked))
 
 
 def _series(share: float, most: int) -> float:

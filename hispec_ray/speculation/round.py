@@ -165,7 +165,9 @@ class Round:
             return
         if self._drafter and pace.takes_lookups():
             most = min(self._windows[-1], s.plan.room)
+            begun = self._clock()
             guesses = self._drafter.propose(s.plan.id, (), most, pace.price(self._top).least)
+            pace.asked(self._clock() - begun)
             if guesses and pace.prefers(s.plan.id, [guess.chance for guess in guesses]):
                 s.direct, s.windows = guesses, (*(0 for _ in self._windows[1:]), self._windows[-1])
                 return

@@ -193,6 +193,25 @@ def test_a_slow_start_is_forgotten() -> None:
     assert (times[-1] - times[500]) / 999 < machine.plain(1) * 1.03
 
 
+def test_a_lookup_that_is_silent_pays_for_being_asked() -> None:
+    """Also where it has no guess: what it takes is no part of plain decoding, and ends where it finds nothing for long."""
+    pace = Pace((8,), drafts=False, lookups=True)
+    plan = StepPlan((SequencePlan(1, (0,), 5, (0,), True, 8, 0.0, 0),))
+    clock = asked = 0.0
+    for _ in range(1000):
+        pace.begin(plan, clock)
+        start = clock
+        if pace.takes_lookups():
+            pace.asked(0.2)
+            clock, asked = clock + 0.2, asked + 0.2
+        pace.timed(pace.segments[0], 1, 0.9)
+        pace.timed(pace.heads[0], 1, 0.1)
+        clock += 1.1
+        pace.end(plan, [], start, clock)
+    assert pace.plain_seconds(1) == pytest.approx(1.1, rel=0.01)
+    assert 0 < asked < 0.03 * clock
+
+
 def test_what_is_guessed_beside_prompts_is_learned_and_charged() -> None:
     pace = Pace((0, 2, 4), drafts=True)
     decoding = SequencePlan(1, (0,), 5, (0,), True, 20, 0.0, 0)
