@@ -423,9 +423,9 @@ class Round:
         segment = depth = 0
         while segment <= level:
             begun = self._clock()
-            shape = self._shape(segment, states)
+            unrun = self._unrun(segment, states)
             last = segment  # segments that run the same rows are run as one
-            while last < level and self._levels[last].own is None and self._shape(last + 1, states) == shape:
+            while last < level and self._levels[last].own is None and self._unrun(last + 1, states) == unrun:
                 last += 1
             end, own = self._levels[last].depth, self._levels[last].own
             rows, order = self._state.rows(segment, states)
@@ -447,7 +447,7 @@ class Round:
         assert hidden is not None
         places: list[tuple[int, int, list[Branch]]] = []
         row = 0
-        for s, (start, count) in zip(states, shape, strict=True):
+        for s, (start, count) in zip(states, unrun, strict=True):
             branches = [b for b in s.branches if b.ran <= level]
             places.append((row, start, branches))
             row += len(s.tokens) - start + count
@@ -457,6 +457,6 @@ class Round:
                 branch.ran = level + 1
         return hidden, places
 
-    def _shape(self, segment: int, states: list[SequenceState]) -> list[tuple[int, int]]:
+    def _unrun(self, segment: int, states: list[SequenceState]) -> list[tuple[int, int]]:
         """What the segment has not run: for each sequence, its first token and the number of its branches."""
         return [(s.marks[segment], sum(b.ran <= segment for b in s.branches) if s.branches else 0) for s in states]

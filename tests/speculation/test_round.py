@@ -80,22 +80,27 @@ DOUBTS = {
 }
 
 
+def guessed_by(hierarchy: str, guesser: str) -> tuple[tuple[Level, ...], LookupDrafter | None]:
+    """The hierarchy's levels, without its draft exit where that does not guess, and the lookup where there is one."""
+    looks_up, drafts = GUESSERS[guesser]
+    return HIERARCHIES[hierarchy][0 if drafts else 1 :], LookupDrafter() if looks_up else None
+
+
 @pytest.mark.parametrize("share", [SELDOM, OFTEN])
 @pytest.mark.parametrize("doubt", DOUBTS)
 @pytest.mark.parametrize("guesser", GUESSERS)
 @pytest.mark.parametrize("hierarchy", ["single, 3 drafts", "hispec, 2 drafts, window 4", "hispec, 4 drafts, window 6", "four levels"])
 def test_same_tokens_whoever_guesses_and_however_sure(hierarchy: str, guesser: str, doubt: str, share: float) -> None:
     """Lookups, second candidates and early looks change no token, and every row is run once for a token that survives."""
-    looks_up, drafts = GUESSERS[guesser]
-    levels, say = HIERARCHIES[hierarchy], agreeing(share, FULL)
-    levels = levels if drafts else levels[1:]
+    levels, drafter = guessed_by(hierarchy, guesser)
+    say = agreeing(share, FULL)
     texts = [*mixed_texts(), *(Text(9 + i, [1, 2, 3] * 6, 40, 0.3 * i, 5) for i in range(2))]
     wanted = expected(say, texts)
-    round_ = Round(FakeModel(say), levels, choose_torch, LookupDrafter() if looks_up else None, DOUBTS[doubt], confidence=0.05)
+    round_ = Round(FakeModel(say), levels, choose_torch, drafter, DOUBTS[doubt], confidence=0.05)
     steps = finish(round_, texts, levels)
     assert [text.tokens for text in texts] == wanted
     check_figures(levels, texts, steps)
-    if looks_up:
+    if drafter:
         assert sum(result.levels[0].own for _, result in steps) > 0, "the lookup guessed nothing"
 
 
@@ -129,9 +134,8 @@ def test_a_row_that_passes_an_exit_goes_through_its_layer_once(hierarchy: str, g
 @pytest.mark.parametrize("hierarchy", ["single, 3 drafts", "hispec, 2 drafts, window 4", "hispec, 4 drafts, window 6", "four levels"])
 def test_the_pace_changes_no_token(hierarchy: str, guesser: str, doubt: str, share: float) -> None:
     """Passes take times by the dice, so that the pace opens and closes windows and sends lookups straight to the full depth."""
-    looks_up, drafts = GUESSERS[guesser]
-    levels, say = HIERARCHIES[hierarchy], agreeing(share, FULL)
-    levels = levels if drafts else levels[1:]
+    levels, drafter = guessed_by(hierarchy, guesser)
+    say = agreeing(share, FULL)
     texts = [*mixed_texts(), *(Text(9 + i, [1, 2, 3] * 6, 60, 0.3 * i, 5) for i in range(2))]
     wanted = expected(say, texts)
     dice, now = random.Random(hierarchy + guesser), [0.0]
@@ -140,12 +144,13 @@ def test_the_pace_changes_no_token(hierarchy: str, guesser: str, doubt: str, sha
         now[0] += dice.choice((0.0, 0.001, 0.01, 0.2))
         return now[0]
 
-    drafter = LookupDrafter() if looks_up else None
     steps = finish(Round(FakeModel(say), levels, choose_torch, drafter, DOUBTS[doubt], paced=True, clock=clock), texts, levels)
     assert [text.tokens for text in texts] == wanted
     check_figures(levels, texts, steps)
     # what looking up takes here is by the dice too, and may be more than it is worth
-    assert not drafts or any(len(done.tokens) > 1 for _, result in steps for done in result.sequences), "nobody's guess was taken"
+    assert not GUESSERS[guesser][1] or any(len(done.tokens) > 1 for _, result in steps for done in result.sequences), (
+        "nobody's guess was taken"
+    )
 
 
 def test_a_second_candidate_that_is_right_saves_a_pass() -> None:
