@@ -258,8 +258,8 @@ def prefill_512(llm: LLM, peers: dict[str, Peer], ids: tuple[int, ...], runs: in
 
 
 def memory_overhead(threads: int | None) -> tuple[dict[int, int], int]:
-    """Return bytes of waiting hidden rows by batch, and of weights and cache, under the default hispec settings."""
-    llm = LLM({"model": {"threads": threads}})
+    """Return bytes of waiting hidden rows by batch, and of weights and cache, where every window is filled."""
+    llm = LLM({"model": {"threads": threads}, "speculation": {"pace": "fixed"}})
     shard = llm.engine.executor.shard
     total = shard.weight_bytes + shard.cache_bytes
     held = {batch: held_bytes(llm, batch) for batch in (1, 16)}

@@ -13,6 +13,7 @@ fused multiply-add): the native kernel and torch give the same bits, whatever th
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -158,12 +159,16 @@ def choose_native(threads: int) -> Choose:
         vocabulary: torch.Tensor | None = None,
     ) -> Choices:
         rows, columns = logits.shape
-        words = torch.tensor((seeds, positions, positions, positions))  # the last two lines are written over with the choices
-        floats = torch.tensor((temperatures, temperatures), dtype=torch.float32)
-        at, line, scales = words.data_ptr(), 8 * rows, floats.data_ptr()
+        # arrays of the standard library: tensors would take longer to make than the kernel runs
+        words = array("q", seeds)
+        words.extend(positions)
+        words.frombytes(bytes(16 * rows))  # the choices and the runners-up
+        floats = array("f", temperatures)
+        floats.frombytes(bytes(4 * rows))  # the gaps
+        at, line, scales = words.buffer_info()[0], 8 * rows, floats.buffer_info()[0]
         law, chosen = _Law(scales, at, at + line), _Chosen(at + 2 * line, at + 3 * line, scales + 4 * rows)
         ids = None if vocabulary is None else vocabulary.data_ptr()
         kernel(logits.data_ptr(), rows, columns, ids, reference(law), threads, reference(chosen))
-        return Choices(words[2].tolist(), words[3].tolist(), floats[1].tolist())
+        return Choices(words[2 * rows : 3 * rows].tolist(), words[3 * rows :].tolist(), floats[rows:].tolist())
 
     return choose
