@@ -27,6 +27,8 @@ class ModelSettings(Group):
     """A folder with a Hugging Face checkpoint, a .gguf file, a Hugging Face id, the default's name, or abacus."""
     served_name: str | None = None
     """The id that clients use; the path where unset."""
+    chat_template: str | None = None
+    """A file with a Jinja chat template, in place of the checkpoint's own."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     max_model_len: Positive | None = None
     """Most tokens of prompt and answer together; the model's own limit where unset."""
@@ -97,6 +99,10 @@ class SchedulerSettings(Group):
 class ServerSettings(Group):
     """The HTTP side."""
 
+    api_keys_file: str | None = None
+    """A file with the API keys that clients must send one of, one a line; read at the start. Everybody may ask where neither this is set"""
+    api_keys_variable: str | None = None
+    """nor this: an environment variable with API keys, separated by commas."""
     max_body_mib: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 4.0
     """Larger request bodies are refused with 413."""
     stream_interval_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 50.0

@@ -22,7 +22,8 @@ DEFAULT_PARAMS = SamplingParams()
 class Choice:
     """One answer. levels[i] names the level that chose token_ids[i] first: "draft", "check" or "full".
 
-    logprobs: one for each token, where `SamplingParams.logprobs` asks for them.
+    logprobs: one for each token, where `SamplingParams.logprobs` asks for them; prompt_logprobs: one for each token of the prompt but
+    the first, where `SamplingParams.prompt_logprobs` does. stopped_by: the stop string or the token id that ended the answer, if one did.
     """
 
     text: str = ""
@@ -30,12 +31,16 @@ class Choice:
     levels: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    stopped_by: str | int | None = None
 
     def add(self, delta: TokenDelta) -> None:
         self.text += delta.text
         self.token_ids += delta.token_ids
         self.levels += delta.levels
         self.logprobs += delta.logprobs
+        self.prompt_logprobs += delta.prompt_logprobs
+        self.stopped_by = delta.stopped_by
         self.finish_reason = delta.finish_reason
 
 

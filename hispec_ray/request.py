@@ -44,6 +44,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # end-of-sequence token or a stop string
     LENGTH = "length"  # max_tokens or the context's end
+    ERROR = "error"  # the grammar became more than its limits allow; not one of OpenAI's
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +76,11 @@ class Shape:
     logit_bias: tuple[tuple[int, float], ...] = ()
     late: tuple[int, ...] = ()
     late_from: int = 0
+    grammar: str | None = None
 
     @property
     def counts(self) -> bool:
-        """Whether it depends on the tokens before."""
+        """Whether it depends on how often tokens were said before."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
@@ -110,6 +112,9 @@ class SamplingParams:
     logprobs: how many of the likeliest tokens are told at each token of the answer, 0 to 20, and the token's own log-probability with
         them; None for none of it.
     min_tokens: the answer does not end before so many tokens by a token; stop strings are looked for in what comes after them.
+    prompt_logprobs: as logprobs, for each token of the prompt but the first. The prompt is then read whole, past the prefix cache.
+    grammar: the answer follows this grammar, in llguidance's form (see `hispec_ray.grammar`), and ends where it does.
+    speculate: False decodes this request plainly; its text is the same.
 
     Raises RequestError when a value is out of range.
     """
@@ -130,13 +135,16 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: str | None = None
+    speculate: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("seed", "max_tokens", "n", "top_k", "min_tokens", "logprobs"):
+        for name in ("seed", "max_tokens", "n", "top_k", "min_tokens", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            if (value is not None or name not in ("seed", "max_tokens", "logprobs")) and (
+            if (value is not None or name not in ("seed", "max_tokens", "logprobs", "prompt_logprobs")) and (
                 not isinstance(value, int) or isinstance(value, bool)
             ):
                 raise RequestError(f"{name} is {value!r}; it must be a whole number", name)
@@ -175,6 +183,7 @@ class SamplingParams:
             logit_bias=self.biases,
             late=tuple(sorted(ends)) if self.min_tokens else (),
             late_from=prompt_tokens + self.min_tokens if self.min_tokens else 0,
+            grammar=self.grammar,
         )
         return None if found == Shape(prompt_tokens) else found
 
@@ -187,8 +196,15 @@ class SamplingParams:
         if self.min_tokens < 0 or (self.max_tokens is not None and self.min_tokens > self.max_tokens):
             most_tokens = "" if self.max_tokens is None else f" to max_tokens, {self.max_tokens}"
             raise RequestError(f"min_tokens is {self.min_tokens}; it must be from 0{most_tokens or ' on'}", "min_tokens")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
-            raise RequestError(f"logprobs is {self.logprobs}; it must be from 0 to {MOST_LOGPROBS}", "logprobs")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= MOST_LOGPROBS:
+                raise RequestError(f"{name} is {value}; it must be from 0 to {MOST_LOGPROBS}", name)
+        if self.grammar is not None:  # its end is the answer's
+            if self.ignore_eos:
+                raise RequestError("ignore_eos is true; it must be false where a grammar says how the answer ends", "ignore_eos")
+            if self.min_tokens:
+                raise RequestError(f"min_tokens is {self.min_tokens}; it must be 0 where a grammar says how the answer ends", "min_tokens")
 
     def _check_ids(self) -> None:
         """Check ids and biases, and bring them into tuples, ascending and without repeats."""
@@ -232,6 +248,8 @@ class TokenDelta:
     text is what may be shown now: whole characters only, nothing that could still become part of a
     stop string. levels[i] names the level whose own choice token_ids[i] was: "draft", "check" or "full".
     token_ids counts every token that the request pays for, the end-of-sequence token included. logprobs: one for each, where asked for.
+    prompt_logprobs: of the prompt's next tokens, from its second on, where asked for; all come before the first of token_ids.
+    stopped_by: with a finish_reason of stop, the stop string or the token id that ended the answer.
     """
 
     request_id: str
@@ -240,6 +258,8 @@ class TokenDelta:
     levels: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    stopped_by: str | int | None = None
 
 
 def choice_seed(seed: int, index: int) -> int:

@@ -10,13 +10,14 @@ import pytest
 PACKAGE = "hispec_ray"
 ROOT = Path(__file__).parents[1] / PACKAGE
 
-_GROUND = {"config", "request", "native"}
+_GROUND = {"config", "request", "native", "grammar"}
 _SHARDS = _GROUND | {"core", "model", "speculation"}
 _ENGINE = _SHARDS | {"shard"}
 _DOORS = _ENGINE | {"engine"}
 STANDS_ON: dict[str, set[str]] = {
     "config": set(),
     "request": set(),
+    "grammar": set(),
     "native": set(),
     "core": {"config", "request"},
     "model": _GROUND | {"core.plan"},

@@ -14,6 +14,19 @@ IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """Tokens of the prompt whose log-probabilities are wanted.
+
+    first: the row of the plan after which the first of the tokens comes; the others come after the rows that follow.
+    count: how many likeliest tokens to tell at each.
+    """
+
+    first: int
+    tokens: tuple[int, ...]
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class SequencePlan:
     """One sequence's part in a round.
 
@@ -26,6 +39,7 @@ class SequencePlan:
     room: most tentative tokens the window may hold this round (0 = plain decoding). Always 0 where len(tokens) > 1.
     temperature, seed: of the choice rule. shape: what is done to the logits before it; None for nothing.
     logprobs: how many likeliest tokens to tell at each committed one; None for no log-probabilities.
+    told: what to tell of the prompt; None for nothing.
     """
 
     id: int
@@ -39,6 +53,7 @@ class SequencePlan:
     history: tuple[int, ...] | None = None
     shape: Shape | None = None
     logprobs: int | None = None
+    told: Told | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +68,8 @@ class StepPlan:
 class SequenceResult:
     """Tokens that the full depth committed after the plan's own; levels[i] is the index of the source that chose tokens[i] first.
 
-    logprobs: one for each token, where the plan asks for them.
+    logprobs: one for each token, where the plan asks for them; prompt_logprobs: one for each of the plan's `told`.
+    failed: the sequence's grammar is beyond its limits, and its tokens do not follow it.
     Sources are a drafter that is no level, where there is one, then the round's levels, shallow to deep.
     """
 
@@ -61,6 +77,8 @@ class SequenceResult:
     tokens: list[int]
     levels: list[int]
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    failed: bool = False
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from itertools import chain, pairwise
 
 from hispec_ray.core.block_pool import BlockPool, IntegrityError
-from hispec_ray.core.plan import SequencePlan, StepPlan
+from hispec_ray.core.plan import SequencePlan, StepPlan, Told
 from hispec_ray.core.sequence import Sequence, Status
 from hispec_ray.request import QueueFullError, RequestError
 
@@ -164,6 +164,8 @@ class Scheduler:
         del self._planned[sequence_id]
         # All of the new tokens but the last have been run; a plan cut to no token at all leaves its own last row unclaimed.
         sequence.full += len(plan.tokens) + (count - 1 if plan.samples else 0)
+        if plan.told:
+            sequence.told += len(plan.told.tokens)
         sequence.tokens.extend(tokens)
         self.pool.register(sequence.blocks, sequence.tokens, sequence.full)
         if finished:
@@ -200,7 +202,7 @@ class Scheduler:
         """Rows for which this sequence wants space in this step, the window's included."""
         unrun = sequence.unrun
         if unrun == 1:  # it decodes; at most room + 1 tokens may be committed before its limit
-            return 1 + min(self.window, sequence.limit - len(sequence.tokens) - 1)
+            return 1 + min(self.window if sequence.speculates else 0, sequence.limit - len(sequence.tokens) - 1)
         return min(unrun, budget)
 
     def _claim(self, sequence: Sequence, rows: int) -> int:
@@ -232,6 +234,7 @@ class Scheduler:
             history=None if sequence.id in self._told else tuple(sequence.tokens[:start]),
             shape=sequence.shape,
             logprobs=sequence.logprobs,
+            told=_told(sequence, start, start + known),
         )
         self._told.add(sequence.id)
         self._planned[sequence.id] = plan
@@ -265,7 +268,7 @@ class Scheduler:
         reserve = len(self._running)
         if pool.free_count <= reserve:  # a newcomer needs at least one block of its own
             return False
-        hit = pool.match(sequence.tokens)
+        hit = pool.match(sequence.tokens if sequence.told == sequence.prompt_len else sequence.tokens[: sequence.told])
         full = len(hit) * pool.block_size
         chunk = min(len(sequence.tokens) - full, budget)
         if pool.blocks_for(full + chunk) - len(hit) + reserve > pool.free_count:
@@ -302,3 +305,12 @@ class Scheduler:
         if sequence.id in self._told:
             self._told.remove(sequence.id)
             self._ended.append(sequence.id)
+
+
+def _told(sequence: Sequence, start: int, end: int) -> Told | None:
+    """What the rows of positions [start, end) can tell of the prompt that is still wanted."""
+    first = max(start, sequence.told - 1)
+    tokens = sequence.tokens[first + 1 : min(end + 1, sequence.prompt_len)]
+    if sequence.prompt_logprobs is None or not tokens:
+        return None
+    return Told(first - start, tuple(tokens), sequence.prompt_logprobs)

@@ -27,6 +27,8 @@ class Sequence:
     full: rows of tokens that have been run through the full depth; positions below it are final, those from it on are rewritten.
     blocks: the block table; a new tuple when it grows, so that plans may keep it.
     temperature, seed, shape, logprobs: see `SequencePlan`.
+    prompt_logprobs: as logprobs, for the prompt's tokens. told: tokens of the prompt that need none or have theirs.
+    speculates: whether others than the full depth may guess for it.
     arrival: place in the order in which sequences were added, kept over preemptions.
     cached: rows that the prefix cache spared this sequence when it was first admitted; None before.
 
@@ -41,17 +43,22 @@ class Sequence:
     seed: int
     shape: Shape | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    speculates: bool = True
     prompt_len: int = field(init=False)
     full: int = field(default=0, init=False)
     blocks: tuple[int, ...] = field(default=(), init=False)
     status: Status = field(default=Status.WAITING, init=False)
     arrival: int = field(default=-1, init=False)
     cached: int | None = field(default=None, init=False)
+    told: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
         if not 1 <= self.prompt_len < self.limit:
             raise ValueError(f"sequence {self.id} has {self.prompt_len} prompt tokens and a limit of {self.limit} in all")
+        if self.prompt_logprobs is None:
+            self.told = self.prompt_len
 
     @property
     def unrun(self) -> int:

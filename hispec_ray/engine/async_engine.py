@@ -87,6 +87,8 @@ class AsyncEngine:
         self.engine = engine
         self.tokenizer = engine.tokenizer
         self.max_model_len = engine.max_model_len
+        self.byte_tokenizer = engine.source.byte_tokenizer
+        self.check_grammar = engine.check_grammar
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._mailboxes: dict[str, _Mailbox] = {}
         self._callers: set[_Mailbox] = set()

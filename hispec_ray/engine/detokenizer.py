@@ -211,8 +211,8 @@ class TextStream:
     """
 
     def __init__(self, characters: CharacterStream, stop: Sequence[str], deaf: int = 0) -> None:
-        self.stopped = False
-        """A stop string was completed; the text ends before it (before the one that starts first, if several were)."""
+        self.stopped: str | None = None
+        """The stop string that was completed; the text ends before it (before the one that starts first, if several were)."""
         self._characters = characters
         self._stops = [StopString(text) for text in stop]
         self._held = ""  # the longest end of the text that could still become part of a stop string
@@ -228,26 +228,26 @@ class TextStream:
     def finish(self) -> str:
         """Return the text that was held back; "" after a stop string. Nothing may be pushed afterwards."""
         text = self._release(self._characters.finish())
-        if not self.stopped:
+        if self.stopped is None:
             text += self._held
         self._held = ""
         return text
 
     def _release(self, piece: str) -> str:
-        if self.stopped or not piece:
+        if self.stopped is not None or not piece:
             return ""
         if not self._stops:
             return piece
         text = self._held + piece
-        starts = []
+        found = []
         for stop in self._stops:
             end = stop.feed(piece)
             if end is not None:
-                starts.append(len(self._held) + end - len(stop.text))
-        if starts:
-            self.stopped = True
+                found.append((len(self._held) + end - len(stop.text), stop.text))
+        if found:
+            start, self.stopped = min(found)
             self._held = ""
-            return text[: min(starts)]
+            return text[:start]
         keep = max(stop.matched for stop in self._stops)
         shown = len(text) - keep
         self._held = text[shown:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from hispec_ray.config import Settings
 from hispec_ray.core.block_pool import BlockPool
@@ -43,6 +44,8 @@ class Engine:
         self.max_model_len = wanted or architecture.attention_limit
         self.vocabulary = architecture.vocabulary
         self.tokenizer = self.source.tokenizer()
+        if settings.model.chat_template is not None:
+            self.tokenizer.chat_template = _read_template(settings.model.chat_template)
         self.executor: InlineExecutor = InlineExecutor(settings, self.source, like.executor if like else None)
         self.levels = self.executor.sources
         self.pool = BlockPool(self.executor.blocks, settings.cache.block_size, settings.cache.prefix_caching)
@@ -55,12 +58,15 @@ class Engine:
         self._detokenizer = Detokenizer(self.tokenizer)
         self._eos = frozenset(architecture.eos_token_ids)
         self._answers: dict[int, _Answer] = {}
-        self._empty: list[str] = []  # requests for no tokens at all, to be answered at the next step
+        self._empty: list[str] = []  # requests that nothing is to be run for, to be answered at the next step
         self._live: set[str] = set()  # ids of the requests that are in the engine
         self._ids = 0
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise RequestError when the prompt is empty, has ids outside the vocabulary, or does not fit the context with max_tokens."""
+        """Raise RequestError when the prompt is empty, has ids outside the vocabulary, or does not fit the context with max_tokens.
+
+        Also when the request's grammar cannot be compiled: that takes a while the first time, on whatever thread this is.
+        """
         prompt, wanted = request.prompt_ids, request.params.max_tokens
         if not prompt:
             raise RequestError("the prompt is empty; it must have at least one token", "prompt")
@@ -79,6 +85,15 @@ class Engine:
                 "prompt" if len(prompt) >= self.max_model_len else "max_tokens",
                 "context_length_exceeded",
             )
+        if params.grammar is not None:
+            self.check_grammar(params.grammar)
+
+    def check_grammar(self, grammar: str) -> None:
+        """Raise RequestError when a grammar cannot be compiled. From any thread; takes a while the first time."""
+        try:
+            self.executor.grammars.check(grammar)
+        except ValueError as error:
+            raise RequestError(f"the grammar cannot be followed: {' '.join(str(error).split())}", "grammar") from error
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. Raises RequestError (see `check`, or when the cache could never hold it) and QueueFullError.
@@ -91,17 +106,28 @@ class Engine:
         if request.params.seed is None or request.params.n != 1:
             raise ValueError(f"request {request.id!r} has seed {request.params.seed} and n {request.params.n}; see request.choices_of")
         prompt, params = request.prompt_ids, request.params
-        if params.max_tokens == 0:
+        if params.max_tokens == 0 and (params.prompt_logprobs is None or len(prompt) == 1):
             self._empty.append(request.id)
             self._live.add(request.id)
             return
-        limit = self.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
+        limit = self.max_model_len if params.max_tokens is None else len(prompt) + max(1, params.max_tokens)
         if params.max_tokens is None:  # "as much as fits": the pool is a bound like the context
             limit = min(limit, max(len(prompt) + 1, self.pool.blocks * self.pool.block_size + 1))
         self._ids += 1
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
         shape = params.shape(len(prompt), ends)
-        sequence = Sequence(self._ids, request.id, list(prompt), limit, params.temperature, request.params.seed, shape, params.logprobs)
+        sequence = Sequence(
+            self._ids,
+            request.id,
+            list(prompt),
+            limit,
+            params.temperature,
+            request.params.seed,
+            shape,
+            params.logprobs,
+            params.prompt_logprobs,
+            params.speculate,
+        )
         answer = _Answer(request, sequence, self._detokenizer.stream(prompt, params.stop, params.min_tokens), frozenset(ends))
         self.scheduler.add(sequence)
         self._live.add(request.id)
@@ -140,38 +166,52 @@ class Engine:
         for sequence in result.sequences:
             if sequence.tokens:
                 deltas.append(self._judge(sequence))
-            else:
-                self.scheduler.update(sequence.id, (), False)
+                continue
+            self.scheduler.update(sequence.id, (), False)
+            if sequence.prompt_logprobs:
+                deltas.append(TokenDelta(self._answers[sequence.id].request.id, prompt_logprobs=sequence.prompt_logprobs))
         return deltas
 
     def _judge(self, result: SequenceResult) -> TokenDelta:
         """Take the committed tokens one by one, as plain decoding would, up to the one that ends the answer."""
         answer = self._answers[result.id]
         sequence, stream = answer.sequence, answer.text
-        room = sequence.limit - len(sequence.tokens)
+        room = sequence.limit - len(sequence.tokens) if answer.request.params.max_tokens != 0 else 0
         pieces: list[str] = []
         kept = 0
+        stopped_by: str | int | None = None
         reason: FinishReason | None = None
-        for token in result.tokens:
+        if result.failed:
+            reason = FinishReason.ERROR
+        elif not room:
+            reason = FinishReason.LENGTH
+        while reason is None and kept < len(result.tokens):
+            token = result.tokens[kept]
             kept += 1
             if token in answer.ends:
-                reason = FinishReason.STOP
+                reason, stopped_by = FinishReason.STOP, token
                 break
             pieces.append(stream.push(token))
-            if stream.stopped:
+            if stream.stopped is not None:
                 reason = FinishReason.STOP
-                break
-            if kept == room:
+            elif kept == room:
                 reason = FinishReason.LENGTH
-                break
         if reason is not None:
             pieces.append(stream.finish())
-            if stream.stopped:  # a stop string may end in a character that only the end completes
-                reason = FinishReason.STOP
+            if stream.stopped is not None:  # a stop string may end in a character that only the end completes
+                reason, stopped_by = FinishReason.STOP, stream.stopped
             del self._answers[result.id]
             self._live.remove(answer.request.id)
         tokens = result.tokens[:kept]
         self.generated += kept
         self.scheduler.update(result.id, tokens, reason is not None)
         levels = [self.levels[level] for level in result.levels[:kept]]
-        return TokenDelta(answer.request.id, "".join(pieces), tokens, levels, reason, result.logprobs[:kept])
+        told = result.prompt_logprobs
+        return TokenDelta(answer.request.id, "".join(pieces), tokens, levels, reason, result.logprobs[:kept], told, stopped_by)
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"model.chat_template is {path!r}: it cannot be read: {error}") from error

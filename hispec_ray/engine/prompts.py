@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hispec_ray.engine.tools import for_template
 from hispec_ray.request import RequestError
 
 
@@ -17,23 +18,36 @@ class PromptEncoder:
     def __init__(self, tokenizer: Any, max_model_len: int) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
+        self.ids = len(tokenizer)  # that it knows
         self._most = max_model_len * max(map(len, tokenizer.get_vocab()))  # characters: no token stands for more than it has itself
 
-    def text(self, text: str) -> list[int]:
+    def text(self, text: str, special: bool = True) -> list[int]:
         """Return the ids of a text, with the tokenizer's own special tokens. Raises RequestError where it cannot fit the context."""
         self._check(text, "prompt")
-        ids: list[int] = self._tokenizer.encode(text)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
         return ids
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the ids of a conversation in the chat template, ready for the assistant's turn.
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """Return the text of ids, special tokens left out or not. Ids that the tokenizer does not know have none."""
+        known = [id for id in ids if 0 <= id < self.ids]
+        text: str = self._tokenizer.decode(known, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        return text
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), generation_prompt: bool = True
+    ) -> list[int]:
+        """Return the ids of a conversation in the chat template, ready for the assistant's turn. tools: as OpenAI writes them.
 
         Raises RequestError where the model has no template, the template refuses the messages, or they cannot fit the context.
         """
         if not self._tokenizer.chat_template:
             raise RequestError("this model has no chat template; give a plain prompt (over HTTP: /v1/completions)", "messages")
+        said = for_template(messages)
+        if "tool" not in self._tokenizer.chat_template and any(m["role"] == "tool" or m.get("tool_calls") for m in said):
+            raise RequestError("this model's chat template knows no tools, and messages has calls or answers of tools", "messages")
+        options: dict[str, Any] = {"tools": list(tools)} if tools else {}
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            text = self._tokenizer.apply_chat_template(said, add_generation_prompt=generation_prompt, tokenize=False, **options)
         except Exception as error:  # a template is a program of the model's maker and may raise anything
             raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
         self._check(text, "messages")

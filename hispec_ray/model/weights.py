@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
+from llguidance import LLTokenizer
+from llguidance.hf import from_tokenizer
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -67,6 +69,7 @@ class ModelSource:
         self.architecture = Architecture.from_config(self.config, generation_config)
         _weight_files(folder)
         self._tokenizer: Any = None
+        self._byte_tokenizer: LLTokenizer | None = None
 
     def tokenizer(self) -> Any:
         """Return the transformers tokenizer, with the chat template where the checkpoint has one.
@@ -83,6 +86,20 @@ class ModelSource:
             except Exception as error:  # tokenizers raises bare Exceptions too
                 raise ValueError(f"model.path is {self.name!r}: its tokenizer cannot be read: {_one_line(error)}") from error
         return self._tokenizer
+
+    def byte_tokenizer(self) -> LLTokenizer:
+        """Return the bytes of every token, as llguidance keeps them, made from the tokenizer at the first call (up to a second).
+
+        Raises ValueError where the tokenizer is not one of the `tokenizers` library.
+        """
+        if self._byte_tokenizer is None:
+            a = self.architecture
+            try:
+                tokenizer: LLTokenizer = from_tokenizer(self.tokenizer(), n_vocab=a.vocabulary, eos_token=list(a.eos_token_ids) or None)
+            except Exception as error:  # llguidance raises what its Rust says
+                raise ValueError(f"model.path is {self.name!r}: the bytes of its tokens cannot be read: {_one_line(error)}") from error
+            self._byte_tokenizer = tokenizer
+        return self._byte_tokenizer
 
     def fingerprint(self) -> str:
         """Return the sha256 of the weight files, one after the other: what a file of trained exits names its model by."""

@@ -8,6 +8,7 @@ from ray.serve import Application
 from hispec_ray.config import Settings
 from hispec_ray.serving.coordinator import Coordinator
 from hispec_ray.serving.ingress import Ingress
+from hispec_ray.serving.keys import read_keys
 
 
 def build(settings: Settings) -> Application:
@@ -21,5 +22,6 @@ def build(settings: Settings) -> Application:
     coordinator = serve.deployment(max_ongoing_requests=ongoing, max_constructor_retry_count=1)(Coordinator)
     ingress = serve.deployment(max_ongoing_requests=ongoing, ray_actor_options={"num_cpus": 0})(Ingress)
     model = settings.model.served_name or settings.model.path
-    application: Application = ingress.bind(coordinator.bind(settings), model, int(settings.server.max_body_mib * 2**20))
+    keys = read_keys(settings.server.api_keys_file, settings.server.api_keys_variable)
+    application: Application = ingress.bind(coordinator.bind(settings), model, int(settings.server.max_body_mib * 2**20), keys)
     return application

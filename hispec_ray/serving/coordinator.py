@@ -6,16 +6,19 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from hispec_ray.config import Settings
 from hispec_ray.engine.prompts import PromptEncoder
-from hispec_ray.request import EngineDeadError, GenerationRequest, QueueFullError, RequestError, TokenDelta, choices_of
-from hispec_ray.serving.answers import NOT_READY, SERVER_FAILURE, Delta, Failure, Item, Started
-from hispec_ray.serving.protocol import Job
+from hispec_ray.engine.tools import ToolFormat, ToolUse, format_of, grammar_for
+from hispec_ray.request import EngineDeadError, FinishReason, GenerationRequest, QueueFullError, RequestError, TokenDelta, choices_of
+from hispec_ray.serving.answers import NOT_READY, SERVER_FAILURE, TOO_COMPLEX, Delta, Failure, Item, Started
+from hispec_ray.serving.choices import ChoiceWriter, Speller
+from hispec_ray.serving.protocol import Job, TokenizeJob
 
 logger = logging.getLogger("ray.serve")
 
@@ -28,6 +31,10 @@ class StreamingEngine(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
+
+    def byte_tokenizer(self) -> Any: ...
+
+    def check_grammar(self, grammar: str) -> None: ...
 
     def generate(self, requests: Sequence[GenerationRequest], interval: float) -> AsyncIterator[list[TokenDelta]]: ...
 
@@ -52,9 +59,11 @@ class Coordinator:
         self._engine: StreamingEngine | None = None
         engine = self._engine = load(settings)
         self._encoder = PromptEncoder(engine.tokenizer, engine.max_model_len)
+        self._method = settings.speculation.method
         self._interval = settings.server.stream_interval_ms / 1000
         self._most = settings.scheduler.max_queued
-        # A long prompt takes a while to encode, and the event loop must not wait for it.
+        self._speller: Speller | None = None
+        # A long prompt takes a while to encode, a grammar to compile, and the event loop must not wait for it.
         self._tokenizing = ThreadPoolExecutor(1, "hispec-tokenizer")
 
     @property
@@ -72,16 +81,21 @@ class Coordinator:
         try:
             self._check_size(job)
             self.engine.check_health()
-            prompts = await asyncio.get_running_loop().run_in_executor(self._tokenizing, self.tokenize, job)
-            requests = _requests(job, prompts)
-            index = {request.id: number for number, request in enumerate(requests)}
+            prepared = await asyncio.get_running_loop().run_in_executor(self._tokenizing, self.prepare, job)
             started = False
-            async with aclosing(self.engine.generate(requests, self._interval if job.stream else math.inf)) as steps:  # type: ignore[type-var]
+            interval = self._interval if job.stream else math.inf
+            async with aclosing(self.engine.generate(prepared.requests, interval)) as steps:  # type: ignore[type-var]
                 async for deltas in steps:
                     if not started:
                         started = True
-                        yield Started([len(prompt) for prompt in prompts])
-                    yield _merged(index, deltas)
+                        yield Started([len(prompt) for prompt in prepared.prompts])
+                    for delta in deltas:
+                        if delta.finish_reason is FinishReason.ERROR:
+                            yield TOO_COMPLEX
+                            return
+                        prepared.writers[delta.request_id].add(delta)
+                    if taken := prepared.take(deltas):
+                        yield taken
         except RequestError as error:
             yield Failure(400, error.message, param=error.field, code=error.code)
         except QueueFullError as error:
@@ -104,11 +118,80 @@ class Coordinator:
                 "prompt" if prompts > self._most else "n",
             )
 
+    def prepare(self, job: Job) -> _Prepared:
+        """Encode a job's prompts and compile its grammar. Raises RequestError where one cannot be."""
+        if job.method not in (None, "plain", self._method):
+            raise RequestError(
+                f"hispec.method is {job.method!r}; this server has {self._method!r}, and 'plain' for a request", "hispec.method"
+            )
+        calls: tuple[ToolFormat, ToolUse] | None = None
+        params = job.params
+        if job.tools:
+            calls = (format_of(self.engine.tokenizer.chat_template), job.tools)
+            params = replace(params, grammar=grammar_for(job.tools, calls[0], self._special))
+        prompts = self.tokenize(job)
+        if params.grammar is not None:
+            self.engine.check_grammar(params.grammar)
+        speller = self._spelling() if params.logprobs is not None else None
+        requests: list[GenerationRequest] = []
+        writers: dict[str, ChoiceWriter] = {}
+        # Prompts of one job share their seeds, as if each had been sent alone.
+        for number, (place, choice) in enumerate(itertools.product(range(len(prompts)), choices_of(params))):
+            request = GenerationRequest(f"{job.id}-{number}", tuple(prompts[place]), choice)
+            requests.append(request)
+            echoed = request.prompt_ids if job.echo and speller else ()
+            text = self._text(job.prompts[place]) if job.echo else ""
+            writers[request.id] = ChoiceWriter(number, echoed, text, speller, calls, job.trace)
+        return _Prepared(prompts, requests, writers)
+
     def tokenize(self, job: Job) -> list[list[int]]:
         """Return the token ids of each prompt; a chat is one. Raises RequestError, see `PromptEncoder`."""
         if job.messages:
-            return [self._encoder.chat(job.messages)]
+            return [self._encoder.chat(job.messages, [tool.given for tool in job.tools.tools] if job.tools else ())]
         return [self._encoder.text(prompt) if isinstance(prompt, str) else list(prompt) for prompt in job.prompts]
+
+    def _text(self, prompt: str | Sequence[int]) -> str:
+        return prompt if isinstance(prompt, str) else self._encoder.decode(prompt)
+
+    def _special(self, text: str) -> bool:
+        id = self.engine.tokenizer.convert_tokens_to_ids(text)
+        return id is not None and self._spelling().special(id)
+
+    def _spelling(self) -> Speller:
+        if self._speller is None:
+            self._speller = Speller(self.engine.byte_tokenizer())
+        return self._speller
+
+    async def spell(self, asked: TokenizeJob) -> dict[str, Any] | Failure:
+        """Answer /tokenize: the ids of a text or a conversation."""
+        return await self._off_loop(self._spell, asked)
+
+    async def read(self, ids: Sequence[int]) -> dict[str, Any] | Failure:
+        """Answer /detokenize: the text of ids, special tokens included."""
+        return await self._off_loop(self._read, ids)
+
+    async def _off_loop(self, work: Callable[[Any], dict[str, Any]], asked: Any) -> dict[str, Any] | Failure:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work, asked)
+        except RequestError as error:
+            return Failure(400, error.message, param=error.field, code=error.code)
+        except Exception:
+            logger.exception("a request for tokens failed")
+            return SERVER_FAILURE
+
+    def _spell(self, asked: TokenizeJob) -> dict[str, Any]:
+        if asked.messages is None:
+            ids = self._encoder.text(asked.prompt or "", special=asked.add_special_tokens)
+        else:
+            ids = self._encoder.chat(asked.messages, generation_prompt=asked.add_generation_prompt)
+        strings = {"token_strs": self.engine.tokenizer.convert_ids_to_tokens(ids)} if asked.return_token_strs else {}
+        return {"count": len(ids), "max_model_len": self.engine.max_model_len, "tokens": ids, **strings}
+
+    def _read(self, ids: Sequence[int]) -> dict[str, Any]:
+        for id in ids:
+            if not 0 <= id < self._encoder.ids:
+                raise RequestError(f"tokens has id {id}; ids must be from 0 to {self._encoder.ids - 1}", "tokens")
+        return {"prompt": self._encoder.decode(ids, special=True)}
 
     async def health(self) -> dict[str, float]:
         """Return the engine's figures. Raises where it is dead."""
@@ -130,18 +213,15 @@ class Coordinator:
         self.close()  # Ray Serve's way to end a deployment
 
 
-def _requests(job: Job, prompts: Sequence[Sequence[int]]) -> list[GenerationRequest]:
-    """One sequence for each choice of each prompt. Prompts of one job share their seeds, as if each had been sent alone."""
-    pairs = itertools.product(map(tuple, prompts), choices_of(job.params))
-    return [GenerationRequest(f"{job.id}-{number}", prompt, params) for number, (prompt, params) in enumerate(pairs)]
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A job for the engine: its prompts, a request for each choice of each, in order, and who writes what comes of them."""
 
+    prompts: list[list[int]]
+    requests: list[GenerationRequest]
+    writers: dict[str, ChoiceWriter]
 
-def _merged(index: Mapping[str, int], deltas: Sequence[TokenDelta]) -> list[Delta]:
-    """One delta for each choice that has any."""
-    merged: dict[int, Delta] = {}
-    for delta in deltas:
-        choice = index[delta.request_id]
-        _, text, tokens, _ = merged.get(choice, (choice, "", 0, None))
-        reason = None if delta.finish_reason is None else delta.finish_reason.value
-        merged[choice] = (choice, text + delta.text, tokens + len(delta.token_ids), reason)
-    return list(merged.values())
+    def take(self, deltas: Sequence[TokenDelta]) -> list[Delta]:
+        """Return what has gathered in the choices that the deltas are of."""
+        taken = (self.writers[id].take() for id in dict.fromkeys(delta.request_id for delta in deltas))
+        return [delta for delta in taken if delta is not None]

@@ -6,8 +6,9 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from importlib.metadata import version
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
@@ -17,12 +18,28 @@ from ray import serve
 from ray.exceptions import NodeDiedError, RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hispec_ray.serving.answers import NOT_READY, SERVER_FAILURE, Failure, Item, RequestFailed, Started, error, usage
-from hispec_ray.serving.protocol import Call, ChatBody, CompletionBody, GenerationBody, Job, read_chat, read_completion, unknown_model
+from hispec_ray.serving.answers import NO_KEY, NOT_READY, SERVER_FAILURE, Delta, Failure, Item, RequestFailed, Started, error, joined, usage
+from hispec_ray.serving.keys import Keys
+from hispec_ray.serving.protocol import (
+    Call,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Job,
+    ModelBody,
+    TokenizeBody,
+    TokenizeJob,
+    read_chat,
+    read_completion,
+    read_detokenize,
+    read_tokenize,
+    unknown_model,
+)
 
 logger = logging.getLogger("ray.serve")
 
@@ -37,6 +54,10 @@ class JobRunner(Protocol):
     """A coordinator as the ingress sees it."""
 
     def generate(self, job: Job) -> AsyncGenerator[Item]: ...
+
+    async def spell(self, asked: TokenizeJob) -> dict[str, Any] | Failure: ...
+
+    async def read(self, ids: Sequence[int]) -> dict[str, Any] | Failure: ...
 
     async def health(self) -> dict[str, float]: ...
 
@@ -64,6 +85,20 @@ class RemoteCoordinator:
             if not ended:
                 items.cancel()
 
+    async def spell(self, asked: TokenizeJob) -> dict[str, Any] | Failure:
+        return await self._ask(self._unary.spell, asked)
+
+    async def read(self, ids: Sequence[int]) -> dict[str, Any] | Failure:
+        return await self._ask(self._unary.read, ids)
+
+    async def _ask(self, method: DeploymentHandle, asked: Any) -> dict[str, Any] | Failure:
+        try:
+            answer: dict[str, Any] | Failure = await method.remote(asked)
+        except REPLICA_GONE as problem:
+            logger.warning("a request for tokens lost its coordinator: %r", problem)
+            return NOT_READY
+        return answer
+
     async def health(self) -> dict[str, float]:
         figures: dict[str, float] = await self._unary.health.remote()
         return figures
@@ -73,16 +108,19 @@ class RemoteCoordinator:
 class Ingress:
     """The deployment: builds its ASGI app in the replica, over the coordinator's handle."""
 
-    def __init__(self, coordinator: DeploymentHandle, model: str, max_body_bytes: int) -> None:
-        self._app = create_app(RemoteCoordinator(coordinator), model, max_body_bytes)
+    def __init__(self, coordinator: DeploymentHandle, model: str, max_body_bytes: int, keys: Keys | None) -> None:
+        self._app = create_app(RemoteCoordinator(coordinator), model, max_body_bytes, keys)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app
 
 
-def create_app(coordinator: JobRunner, model: str, max_body_bytes: int) -> FastAPI:
-    """Return the ASGI app. model: the id that clients use; max_body_bytes: larger bodies answer 413."""
-    app = FastAPI(title="hispec_ray", docs_url=None, redoc_url=None, redirect_slashes=False)
+def create_app(coordinator: JobRunner, model: str, max_body_bytes: int, keys: Keys | None = None) -> FastAPI:
+    """Return the ASGI app.
+
+    model: the id that clients use; max_body_bytes: larger bodies answer 413; keys: those with which one may ask, None for everybody.
+    """
+    app = FastAPI(title="hispec_ray", version=version("hispec-ray"), docs_url=None, redoc_url=None, redirect_slashes=False)
     card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "hispec_ray"}
 
     async def answer(request: Request, read: Callable[[bytes, str], Call]) -> Response:
@@ -110,6 +148,21 @@ def create_app(coordinator: JobRunner, model: str, max_body_bytes: int) -> FastA
             raise RequestFailed(unknown_model(id, model))
         return _json(200, card)
 
+    @app.post("/tokenize", openapi_extra=_request_body(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        """Tell the token ids of a text or a conversation."""
+        return _told(await coordinator.spell(read_tokenize(await _body(request, max_body_bytes), model)))
+
+    @app.post("/detokenize", openapi_extra=_request_body(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        """Tell the text of token ids."""
+        return _told(await coordinator.read(read_detokenize(await _body(request, max_body_bytes), model)))
+
+    @app.get("/version")
+    async def tell_version() -> Response:
+        """Tell this server's version."""
+        return _json(200, {"version": app.version})
+
     @app.get("/health")
     async def health() -> Response:
         """200 where a coordinator answers, with its figures."""
@@ -120,6 +173,8 @@ def create_app(coordinator: JobRunner, model: str, max_body_bytes: int) -> FastA
             raise RequestFailed(Failure(503, "The server is not ready: no coordinator answers")) from None
         return _json(200, {"status": "ok", **{name: figures[name] for name in ("running", "waiting", "kv_usage")}})
 
+    if keys is not None:
+        app.add_middleware(KeyCheck, keys=keys)
     app.add_exception_handler(RequestFailed, _on_failure)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_exception)
@@ -146,19 +201,14 @@ async def respond(coordinator: JobRunner, call: Call) -> Response:
 
 
 async def _whole(call: Call, started: Started, items: AsyncIterator[Item]) -> Response:
-    choices = len(started.prompt_tokens) * call.job.params.n
-    texts: list[list[str]] = [[] for _ in range(choices)]
-    reasons = [""] * choices
-    completion_tokens = 0
+    deltas: list[list[Delta]] = [[] for _ in range(len(started.prompt_tokens) * call.job.params.n)]
     async for item in items:
         if not isinstance(item, list):
             raise call.failed(item if isinstance(item, Failure) else SERVER_FAILURE)
-        for index, text, tokens, reason in item:
-            texts[index].append(text)
-            completion_tokens += tokens
-            reasons[index] = reason or reasons[index]
-    counts = usage(sum(started.prompt_tokens), completion_tokens)
-    return _json(200, call.answer.whole(list(zip(map("".join, texts), reasons, strict=True)), counts))
+        for delta in item:
+            deltas[delta.number].append(delta)
+    choices = [joined(parts) for parts in deltas]
+    return _json(200, call.answer.whole(choices, usage(sum(started.prompt_tokens), sum(choice.tokens for choice in choices))))
 
 
 async def _events(call: Call, started: Started, items: AsyncGenerator[Item]) -> AsyncGenerator[bytes]:
@@ -166,18 +216,19 @@ async def _events(call: Call, started: Started, items: AsyncGenerator[Item]) -> 
     answer = call.answer
     nothing = {"usage": None} if call.include_usage else {}
     completion_tokens = 0
-    opening = [piece for index in range(len(started.prompt_tokens) * call.job.params.n) for piece in answer.opening(index)]
+    choices = range(len(started.prompt_tokens) * call.job.params.n)
+    opening = [answer.chunk(piece) for index in choices for piece in answer.opening(index)]
     try:
         async with aclosing(items):
             async for item in items:
                 if not isinstance(item, list):
                     raise call.failed(item if isinstance(item, Failure) else SERVER_FAILURE)
-                choices, opening = opening, []
-                for index, text, tokens, reason in item:
-                    completion_tokens += tokens
-                    choices += answer.pieces(index, text, reason)
-                if choices:
-                    yield b"".join([_event(answer.chunk(choice) | nothing) for choice in choices])
+                chunks, opening = opening, []
+                for delta in item:
+                    completion_tokens += delta.tokens
+                    chunks += answer.chunks(delta)
+                if chunks:
+                    yield b"".join([_event(chunk | nothing) for chunk in chunks])
         counts = usage(sum(started.prompt_tokens), completion_tokens)
         yield (_event(answer.usage_chunk(counts)) if call.include_usage else b"") + b"data: [DONE]\n\n"
     except RequestFailed as failed:
@@ -206,6 +257,20 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+class KeyCheck:
+    """Lets through only what has a key, and whatever asks for /health."""
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] == "/health" or self._keys.has(Headers(scope=scope).get("authorization", "")):
+            await self._app(scope, receive, send)
+        else:
+            await _failed(NO_KEY)(scope, receive, send)
+
+
 async def _body(request: Request, most: int) -> bytes:
     """Read the body. Raises RequestFailed as soon as it is larger than `most` bytes."""
     parts, size = [], 0
@@ -230,6 +295,10 @@ def _json(status: int, content: dict[str, Any], headers: dict[str, str] | None =
     return Response(_dumps(content), status, headers, "application/json")
 
 
+def _told(answer: dict[str, Any] | Failure) -> Response:
+    return _failed(answer) if isinstance(answer, Failure) else _json(200, answer)
+
+
 def _failed(failure: Failure) -> Response:
     return _json(failure.status, error(failure), dict(failure.headers))
 
@@ -250,7 +319,7 @@ async def _on_exception(_: Request, problem: Exception) -> Response:
     return _failed(SERVER_FAILURE)  # Starlette raises it again for the log
 
 
-def _request_body(body: type[GenerationBody]) -> dict[str, Any]:
+def _request_body(body: type[ModelBody]) -> dict[str, Any]:
     schema = {"$ref": _REFERENCE.format(model=body.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
@@ -259,7 +328,8 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     """FastAPI's document with the bodies that we read ourselves."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        _, schemas = models_json_schema([(CompletionBody, "validation"), (ChatBody, "validation")], ref_template=_REFERENCE)
+        bodies = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+        _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REFERENCE)
         document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
         app.openapi_schema = document
     return app.openapi_schema

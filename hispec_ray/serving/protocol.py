@@ -10,11 +10,14 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, WithJsonSchema
 
+from hispec_ray.engine.tools import Tool, ToolUse
+from hispec_ray.grammar import json_object, json_schema
 from hispec_ray.request import MAX_SEED, RequestError, SamplingParams
 from hispec_ray.serving.answers import Answer, ChatAnswer, CompletionAnswer, Failure, RequestFailed
 
 COMPLETION_TOKENS = 16
 """OpenAI's max_tokens for a completion that names none."""
+_MOST_IN_LISTS = 5  # OpenAI's most logprobs of a completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +25,30 @@ class Job:
     """What one HTTP request asks of a coordinator: prompts as text or token ids, or else the messages of a chat.
 
     stream: whether the answer is wanted as it comes; else the ends of its choices are enough.
+    tools: what the answer may call. echo: whether it begins with the prompt. trace: whether to tell the level that chose each token.
+    method: the method of speculation that the client asked for, if it did.
     """
 
     id: str
     params: SamplingParams
     prompts: Sequence[str | Sequence[int]] = ()
-    messages: Sequence[Mapping[str, str]] = ()
+    messages: Sequence[Mapping[str, Any]] = ()
     stream: bool = True
+    tools: ToolUse | None = None
+    echo: bool = False
+    trace: bool = False
+    method: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeJob:
+    """What /tokenize asks of a coordinator: the ids of a text or of a conversation, the one that is not None."""
+
+    prompt: str | None
+    messages: Sequence[Mapping[str, Any]] | None
+    add_special_tokens: bool
+    add_generation_prompt: bool
+    return_token_strs: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +132,15 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+class Extension(Body):
+    """What this server offers beyond others: see docs/api.md."""
+
+    method: Literal["plain", "single", "hispec"] | None = None
+    """`plain` decodes this request without speculation; else the server's own method. The text is the same."""
+    trace: bool | None = None
+    """Tell, for each token, the level that chose it first."""
+
+
 class TextPart(Body):
     """A piece of a message's content."""
 
@@ -125,16 +154,117 @@ Content = Annotated[
 ]
 
 
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class CalledFunction(Body):
+    """What an earlier answer called; arguments: a JSON object as text."""
+
+    name: Text
+    arguments: Text
+
+
+class Called(Body):
+    """A call in an earlier answer."""
+
+    id: Text
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(Body):
     """One turn of a conversation. The text parts of a content are joined by newlines; `developer` is another name for `system`."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    """Required but for an assistant's message with tool_calls."""
+    tool_calls: list[Called] | None = None
+    tool_call_id: Text | None = None
+    """The call that a message of the role tool answers."""
 
-    def plain(self) -> dict[str, str]:
+    def plain(self, where: str) -> dict[str, Any]:
+        """Return the message for a template. Raises RequestFailed where its parts do not belong together."""
+        if self.content is None and not self.tool_calls:
+            raise _refused(f"{where}.content", f"{where}.content is null; it must be a text or a list of text parts")
+        if self.tool_calls and self.role != "assistant":
+            raise _refused(f"{where}.tool_calls", f"{where}.tool_calls is set; only messages of the role assistant have calls")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            said = "null" if self.tool_call_id is None else "set"
+            raise _refused(f"{where}.tool_call_id", f"{where}.tool_call_id is {said}; messages of the role tool have one, and no others")
         role = "system" if self.role == "developer" else self.role
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": role, "content": content}
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
+        message: dict[str, Any] = {"role": role, "content": content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+
+JsonSchema = Annotated[dict[str, Any], WithJsonSchema({"type": "object"})]
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: Name
+    description: Text | None = None
+    parameters: JsonSchema | None = None
+    """The JSON schema of its arguments, an object's."""
+    strict: bool | None = None
+    """Arguments always follow the schema, whatever stands here."""
+
+
+class FunctionTool(Body):
+    """A tool."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class Named(Body):
+    """A function's name."""
+
+    name: Name
+
+
+class NamedTool(Body):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: Named
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("~one")] | Annotated[NamedTool, Tag("~texts")],
+    Discriminator(lambda value: "~one" if isinstance(value, str) else "~texts"),
+]
+
+
+class SchemaOfAnswer(Body):
+    """A JSON schema with a name."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+    name: Name
+    description: Text | None = None
+    schema_: JsonSchema | None = Field(None, alias="schema")
+    strict: bool | None = None
+    """The answer always follows the schema, whatever stands here."""
+
+
+class ResponseFormat(Body):
+    """What the answer is to be: any text, a JSON object, or what a JSON schema allows."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaOfAnswer | None = None
+
+    def grammar(self) -> str | None:
+        if self.type == "json_object":
+            return json_object()
+        if self.type == "json_schema" and self.json_schema and self.json_schema.schema_ is not None:
+            return json_schema(self.json_schema.schema_)
+        return None
 
 
 _PLAIN = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
@@ -148,10 +278,34 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
     return {int(name): value for name, value in given.items()}
 
 
-class GenerationBody(Body):
-    """What both endpoints know. An explicit null is the same as leaving the field out."""
+class ModelBody(Body):
+    """What every body has."""
 
     model: str
+
+
+class TokenizeBody(ModelBody):
+    """The body of POST /tokenize: prompt or messages."""
+
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    """To a prompt, as a completion does; true where unset."""
+    add_generation_prompt: bool | None = None
+    """To messages, as a chat completion does; true where unset."""
+    return_token_strs: bool | None = None
+    """Tell the tokens' names in the tokenizer too."""
+
+
+class DetokenizeBody(ModelBody):
+    """The body of POST /detokenize."""
+
+    tokens: list[int]
+
+
+class GenerationBody(ModelBody):
+    """What both endpoints know. An explicit null is the same as leaving the field out."""
+
     temperature: Temperature | None = None
     """0 always takes the likeliest token; 1 where unset."""
     seed: Seed | None = None
@@ -184,8 +338,9 @@ class GenerationBody(Body):
     """Has no effect on the answer."""
     prompt_cache_key: str | None = None
     """Has no effect on the answer."""
+    hispec: Extension | None = None
 
-    def params(self, max_tokens: int | None) -> SamplingParams:
+    def params(self, max_tokens: int | None, **more: Any) -> SamplingParams:
         """Raises RequestError where a value is out of range."""
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -196,6 +351,8 @@ class GenerationBody(Body):
             n=1 if self.n is None else self.n,
             logit_bias=_biases(self.logit_bias or {}),
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            speculate=self.hispec is None or self.hispec.method != "plain",
+            **more,
             **{name: value for name in _PLAIN if (value := getattr(self, name)) is not None},
         )
 
@@ -207,6 +364,10 @@ class CompletionBody(GenerationBody):
     max_tokens: MaxTokens | None = None
     best_of: Choices | None = None
     """Offered only where it equals n."""
+    echo: bool | None = None
+    """The text begins with the prompt."""
+    logprobs: Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0, "maximum": 5})] | None = None
+    """Tell each token's log-probability, and those of so many likeliest ones in its place; with echo, of the prompt's tokens too."""
 
 
 class ChatBody(GenerationBody):
@@ -216,18 +377,49 @@ class ChatBody(GenerationBody):
     max_tokens: ChatTokens | None = None
     max_completion_tokens: ChatTokens | None = None
     """The newer name of max_tokens."""
+    logprobs: bool | None = None
+    """Tell each token's log-probability."""
+    top_logprobs: Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0, "maximum": 20})] | None = None
+    """With logprobs, those of so many likeliest tokens in its place."""
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tool_choice: ToolChoice | None = None
+    """`auto` where there are tools, `none` where there are none."""
+    parallel_tool_calls: bool | None = None
+    """Whether an answer may have several calls; true where unset."""
+
+    def tool_use(self) -> ToolUse | None:
+        """Return which calls the answer may or must have; None for none. Raises RequestFailed where choice and tools do not fit."""
+        tools = tuple(
+            Tool(tool.function.name, tool.function.parameters or {}, tool.model_dump(exclude_none=True)) for tool in self.tools or ()
+        )
+        choice = self.tool_choice
+        if not tools:
+            if choice not in (None, "none"):
+                raise _refused("tool_choice", f"tool_choice is {_shown(_plainly(choice))} and there are no tools")
+            return None
+        names = [tool.name for tool in tools]
+        if len(set(names)) < len(names):
+            raise _refused("tools", f"tools has several functions of one name: {', '.join(sorted(names))}")
+        if choice == "none":
+            return None
+        if isinstance(choice, NamedTool):
+            tools = tuple(tool for tool in tools if tool.name == choice.function.name)
+            if not tools:
+                raise _refused("tool_choice", f"tool_choice names {choice.function.name!r}; tools has {', '.join(sorted(names))}")
+        several = self.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
+        return ToolUse(tools, required=choice not in (None, "auto"), several=several, named=isinstance(choice, NamedTool))
 
 
 # What clients may send that is not offered: only these values, which change nothing, and null are accepted.
-_NEUTRAL_IN_COMPLETION: dict[str, tuple[Any, ...]] = {"echo": (False,), "logprobs": (), "suffix": ()}
+_NEUTRAL_IN_COMPLETION: dict[str, tuple[Any, ...]] = {"suffix": ()}
 _NEUTRAL_IN_CHAT: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,), "top_logprobs": (), "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none",),
-    "parallel_tool_calls": (True, False), "functions": ([],), "function_call": ("none",), "modalities": (["text"],), "audio": (),
+    "functions": ([],), "function_call": ("none",), "modalities": (["text"],), "audio": (),
     "prediction": (), "reasoning_effort": (), "verbosity": (), "web_search_options": (), "metadata": ({},), "store": (False,),
     "service_tier": ("auto", "default"),
 }  # fmt: skip
 _NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
-    "name": (), "refusal": (), "tool_calls": ([],), "tool_call_id": (), "function_call": (), "audio": (), "annotations": ([],),
+    "name": (), "refusal": (), "function_call": (), "audio": (), "annotations": ([],),
 }  # fmt: skip
 
 
@@ -235,12 +427,17 @@ def read_completion(raw: bytes, model: str) -> Call:
     """Check the body of POST /v1/completions for a server of `model`. Raises RequestFailed."""
     content = _offered(_json_object(raw), _NEUTRAL_IN_COMPLETION)
     body = _validated(CompletionBody, content, model)
-    params = _params(body, COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens, {})
+    echo, logprobs = bool(body.echo), body.logprobs
+    if logprobs is not None and not 0 <= logprobs <= _MOST_IN_LISTS:
+        raise _refused("logprobs", f"logprobs is {logprobs}; it must be from 0 to {_MOST_IN_LISTS}")
+    tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    params = _params(body, tokens, {}, logprobs=logprobs, prompt_logprobs=logprobs if echo else None)
     if body.best_of is not None and body.best_of != params.n:
         raise _refused("best_of", f"best_of is {body.best_of} and n is {params.n}; this server offers best_of only where it equals n")
     prompts: Sequence[Any] = body.prompt if _form(body.prompt) in ("~texts", "~lists") else [body.prompt]
-    answer = CompletionAnswer(model)
-    return Call(Job(answer.id, params, prompts=prompts, stream=bool(body.stream)), answer, _include_usage(body))
+    answer = CompletionAnswer(model, logprobs=logprobs is not None, trace=_trace(body))
+    job = Job(answer.id, params, prompts=prompts, stream=bool(body.stream), echo=echo, trace=_trace(body), method=_method(body))
+    return Call(job, answer, _include_usage(body))
 
 
 def read_chat(raw: bytes, model: str) -> Call:
@@ -262,11 +459,60 @@ def read_chat(raw: bytes, model: str) -> Call:
     limit = limits.get(name)
     if limit is not None and limit < 1:
         raise _refused(name, f"{name} is {limit}; it must be 1 or more")
-    fields = {"prompt": "messages", "max_tokens": name}
-    answer = ChatAnswer(model)
-    plain = [message.plain() for message in body.messages]
-    job = Job(answer.id, _params(body, limit, fields), messages=plain, stream=bool(body.stream))
+    use = body.tool_use()
+    fields = {"prompt": "messages", "max_tokens": name, "logprobs": "top_logprobs", "grammar": "tools" if use else "response_format"}
+    if body.top_logprobs is not None and not body.logprobs:
+        raise _refused("top_logprobs", f"top_logprobs is {body.top_logprobs} and logprobs is not true; it is for log-probabilities only")
+    grammar = _grammar(body)
+    if use and grammar:
+        raise _refused("response_format", "response_format is set beside tools; set tool_choice to none or leave one of them out")
+    answer = ChatAnswer(model, logprobs=bool(body.logprobs), trace=_trace(body))
+    params = _params(body, limit, fields, logprobs=body.top_logprobs or 0 if body.logprobs else None, grammar=grammar)
+    messages = [message.plain(f"messages.{i}") for i, message in enumerate(body.messages)]
+    job = Job(answer.id, params, messages=messages, stream=bool(body.stream), tools=use, trace=_trace(body), method=_method(body))
     return Call(job, answer, _include_usage(body), fields)
+
+
+def read_tokenize(raw: bytes, model: str) -> TokenizeJob:
+    """Check the body of POST /tokenize for a server of `model`. Raises RequestFailed."""
+    body = _validated(TokenizeBody, _json_object(raw), model)
+    if (body.prompt is None) == (body.messages is None):
+        raise _refused("prompt", f"prompt and messages are {'both null' if body.prompt is None else 'both set'}; set one of them")
+    messages = None if body.messages is None else [message.plain(f"messages.{i}") for i, message in enumerate(body.messages)]
+    special, generation = body.add_special_tokens is not False, body.add_generation_prompt is not False
+    return TokenizeJob(body.prompt, messages, special, generation, bool(body.return_token_strs))
+
+
+def read_detokenize(raw: bytes, model: str) -> list[int]:
+    """Check the body of POST /detokenize for a server of `model`. Raises RequestFailed."""
+    return _validated(DetokenizeBody, _json_object(raw), model).tokens
+
+
+def _grammar(body: ChatBody) -> str | None:
+    wanted = body.response_format
+    if wanted is None:
+        return None
+    if (wanted.type == "json_schema") != (wanted.json_schema is not None):
+        raise _refused(
+            "response_format.json_schema",
+            f"response_format.type is {wanted.type!r} and its json_schema is {'null' if wanted.json_schema is None else 'set'}; "
+            "it belongs to the type json_schema, and only there",
+        )
+    if wanted.json_schema and wanted.json_schema.schema_ is None:
+        raise _refused("response_format.json_schema.schema", "response_format.json_schema.schema is required")
+    return wanted.grammar()
+
+
+def _trace(body: GenerationBody) -> bool:
+    return body.hispec is not None and bool(body.hispec.trace)
+
+
+def _method(body: GenerationBody) -> str | None:
+    return body.hispec.method if body.hispec else None
+
+
+def _plainly(choice: Any) -> Any:
+    return choice.model_dump() if isinstance(choice, BaseModel) else choice
 
 
 def _json_object(raw: bytes) -> dict[str, Any]:
@@ -300,7 +546,7 @@ def _same(value: Any, neutral: Any) -> bool:
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
 
 
-_AnyBody = TypeVar("_AnyBody", bound=GenerationBody)
+_AnyBody = TypeVar("_AnyBody", bound=ModelBody)
 
 
 def _validated(kind: type[_AnyBody], content: dict[str, Any], model: str) -> _AnyBody:
@@ -308,7 +554,7 @@ def _validated(kind: type[_AnyBody], content: dict[str, Any], model: str) -> _An
         body = kind.model_validate(content)
     except ValidationError as error:
         raise RequestFailed(_invalid(error)) from None
-    if body.stream_options is not None and not body.stream:
+    if isinstance(body, GenerationBody) and body.stream_options is not None and not body.stream:
         raise _refused("stream_options", "stream_options is set and stream is not true; it is for streams only")
     if body.model != model:
         raise RequestFailed(unknown_model(body.model, model))
@@ -350,9 +596,9 @@ def _shown(value: Any) -> str:
     return short.repr(value)
 
 
-def _params(body: GenerationBody, max_tokens: int | None, fields: Mapping[str, str]) -> SamplingParams:
+def _params(body: GenerationBody, max_tokens: int | None, fields: Mapping[str, str], **more: Any) -> SamplingParams:
     try:
-        return body.params(max_tokens)
+        return body.params(max_tokens, **more)
     except RequestError as error:
         raise _refused(fields.get(error.field or "", error.field or ""), error.message, error.code) from None
 

@@ -9,12 +9,13 @@ from hispec_ray.shard.shard import Shard
 
 
 class InlineExecutor:
-    """Runs plans on one shard, on the thread that asks. blocks: of the key-value pool; sources: see `Round`."""
+    """Runs plans on one shard, on the thread that asks. blocks: of the key-value pool; sources: see `Round`; grammars: the shard's."""
 
     def __init__(self, settings: Settings, source: ModelSource, like: InlineExecutor | None = None) -> None:
         self.shard: Shard = Shard(settings, source, like.shard if like else None)
         self.blocks = self.shard.blocks
         self.sources = self.shard.sources
+        self.grammars = self.shard.grammars
         self.window = self.shard.levels[-1].window
 
     def execute(self, plan: StepPlan) -> StepResult:

@@ -20,6 +20,7 @@ from hispec_ray.model.weights import ModelSource
 from hispec_ray.native.library import NativeUnavailableError, load
 from hispec_ray.speculation.choice import Choose, choose_native, choose_torch
 from hispec_ray.speculation.drafters import Drafter, LookupDrafter
+from hispec_ray.speculation.grammar import Grammars
 from hispec_ray.speculation.round import Doubt, Level, Model, Round
 
 logger = logging.getLogger(__name__)
@@ -61,11 +62,13 @@ def round_for(
     drafter: Drafter | None,
     own: Mapping[int, int] | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    grammars: Grammars | None = None,
 ) -> Round:
     """Return the round of the method: its levels, what they do where they are unsure, and its pace. own: see `levels_for`."""
     doubt = Doubt(speculation.stop_below, speculation.branch_below, speculation.branches)
     levels, paced = levels_for(speculation, layers, own), speculation.pace == "auto"
-    return Round(model, levels, choose, drafter, doubt, confidence=speculation.lookup_confidence, paced=paced, clock=clock)
+    confidence = speculation.lookup_confidence
+    return Round(model, levels, choose, drafter, doubt, confidence=confidence, paced=paced, clock=clock, grammars=grammars)
 
 
 class Shard:
@@ -115,7 +118,9 @@ class Shard:
                 f"the model's {self.weight_bytes / _GIB:.1f} GiB and a cache of {self.blocks} blocks, {self.cache_bytes / _GIB:.1f} GiB "
                 "(cache.memory_gib or cache.blocks), do not fit into memory"
             ) from error
-        self._round = round_for(speculation, self.decoder, architecture.layers, self.choose, drafter_for(speculation), own)
+        self.grammars: Grammars = like.grammars if like else Grammars(source.byte_tokenizer)
+        drafter = drafter_for(speculation)
+        self._round = round_for(speculation, self.decoder, architecture.layers, self.choose, drafter, own, grammars=self.grammars)
         self.sources = self._round.sources
 
     def execute(self, plan: StepPlan) -> StepResult:

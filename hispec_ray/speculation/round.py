@@ -31,9 +31,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from hispec_ray.core.plan import Drafts, DraftStarts, LevelCounts, Rows, SequenceResult, StepPlan, StepResult
+from hispec_ray.core.plan import Drafts, DraftStarts, LevelCounts, Rows, SequenceResult, StepPlan, StepResult, Told
 from hispec_ray.speculation.choice import Choices, Choose
 from hispec_ray.speculation.drafters import Drafter, Guess
+from hispec_ray.speculation.grammar import Grammars
 from hispec_ray.speculation.pace import Look, Pace, Price
 from hispec_ray.speculation.shaping import Shaper, logprobs
 from hispec_ray.speculation.state import Branch, Memory, RoundState, SequenceState
@@ -83,6 +84,7 @@ class Doubt:
 
 
 NO_DOUBT = Doubt()
+_TOLD_AT_ONCE = 64  # rows of a prompt: their logits take much memory
 
 
 class Round:
@@ -93,7 +95,7 @@ class Round:
     confidence: the least chance of being right, 0 to 1, at which the drafter guesses where there is no pace to say it.
     sources: "lookup" where there is a drafter, then the levels' names: what results and counts refer to.
     paced: windows are up to those of the levels, as the pace chooses (see `pace`); otherwise always theirs.
-    clock: seconds, for the pace.
+    clock: seconds, for the pace. grammars: for the shapes that have one.
     peak_held_bytes: most bytes of hidden rows that waited between segments at once, since the start.
     """
 
@@ -108,6 +110,7 @@ class Round:
         confidence: float = 1.0,
         paced: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        grammars: Grammars | None = None,
     ) -> None:
         depths = [level.depth for level in levels]
         if depths != sorted(depths):
@@ -126,7 +129,7 @@ class Round:
         self._bottom = 1 if levels[0].window == 0 and self._top else 0  # the lowest level that looks
         self._windows = tuple(level.window for level in levels)
         guesses = self._windows[-1] > 0
-        self._shaper = Shaper()
+        self._shaper = Shaper(grammars)
         self._pace = Pace(self._windows, drafts=self._bottom == 1, lookups=drafter is not None) if paced and guesses else None
         self.sources = (*(("lookup",) if drafter else ()), *(level.name for level in levels))
         self._source = len(self.sources) - len(levels)  # of level 0
@@ -146,12 +149,13 @@ class Round:
             for s in states:
                 self._set_pace(self._pace, s)
         self._advance(self._top, states)
-        results = [SequenceResult(s.plan.id, s.tokens[s.first :], s.origins, s.logprobs) for s in states]
-        for s in states:
+        results = [SequenceResult(s.plan.id, s.tokens[s.first :], s.origins, s.logprobs, s.prompt_logprobs) for s in states]
+        for s, result in zip(states, results, strict=True):
             if self._drafter:
                 self._drafter.committed(s.plan.id, s.tokens[s.first :], s.seconds)
             if s.plan.shape:
                 self._shaper.committed(s.plan.id, s.tokens[s.first :])
+                result.failed = self._shaper.failed(s.plan.id)
         if self._pace:
             guessed = [s for s in states if s.windows[-1] and s.plan.room]
             looks = [Look(s.plan.id, len(s.tokens) - s.first, len(s.direct), s.seen, s.kept) for s in guessed]
@@ -308,6 +312,8 @@ class Round:
         positions: list[int] = []
         scored: list[tuple[SequenceState, int, list[Branch]]] = []
         for s, (row, start, branches) in zip(states, places, strict=True):
+            if level == self._top and s.plan.told:
+                self._tell(s, s.plan.told, hidden, row - start)
             if not s.plan.samples:
                 continue
             first, known = s.settled[level] - 1, len(s.tokens)
@@ -350,6 +356,14 @@ class Round:
             at_row = end
         if self._pace:
             self._pace.timed(self._pace.heads[level], len(rows), self._clock() - begun)
+
+    def _tell(self, s: SequenceState, told: Told, hidden: torch.Tensor, row: int) -> None:
+        """Take down the log-probabilities of tokens of the prompt. row: of the plan's first token, in the hidden rows."""
+        for at in range(0, len(told.tokens), _TOLD_AT_ONCE):
+            tokens = told.tokens[at : at + _TOLD_AT_ONCE]
+            first = row + told.first + at
+            logits = self._model.logits(self._levels[self._top].depth, hidden[first : first + len(tokens)])
+            s.prompt_logprobs += logprobs(logits, tokens, told.count)
 
     def _settle(
         self, level: int, s: SequenceState, looked: list[Branch], choices: list[int], seconds: list[int], gaps: list[float]

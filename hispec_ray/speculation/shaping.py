@@ -1,4 +1,6 @@
-"""What a request does to the distribution before a token is drawn: biases, penalties, filters. Every level does the same to its own logits.
+"""What a request does to the distribution before a token is drawn: grammar, biases, penalties, filters.
+
+Every level does the same to its own logits.
 
 At each position the tokens before it count, the tentative ones among them; a rejected token is forgotten with its row. A row is shaped by
 itself, in double precision where it matters, so that its result does not depend on which rows stand beside it.
@@ -8,37 +10,49 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from hispec_ray.core.plan import StepPlan
 from hispec_ray.request import Shape, TokenLogprob
+from hispec_ray.speculation.grammar import Grammars, Walk
 
 _FEW = 256  # candidates that are sorted first: nearly always enough to fill top_p
 
 
 class _Said:
-    """What a sequence has said: known tokens, how often each is in the answer, and every id in prompt or answer."""
+    """What a sequence has said: known tokens, how often each is in the answer, and every id in prompt or answer.
 
-    def __init__(self, answer_from: int) -> None:
+    walk: the grammar's state behind the answer, where there is a grammar.
+    """
+
+    def __init__(self, shape: Shape, walk: Walk | None) -> None:
         self.known = 0
         self.answer: Counter[int] = Counter()
         self.ids: set[int] = set()
-        self._answer_from = answer_from
+        self.walk = walk
+        self._answer_from = shape.answer_from
+        self._counts = shape.counts
 
-    def read(self, tokens: Iterable[int]) -> None:
-        for token in tokens:
-            if self.known >= self._answer_from:
-                self.answer[token] += 1
-            self.ids.add(token)
-            self.known += 1
+    def read(self, tokens: Sequence[int]) -> None:
+        answer = tokens[max(0, self._answer_from - self.known) :]
+        self.known += len(tokens)
+        if self._counts:
+            self.answer.update(answer)
+            self.ids.update(tokens)
+        if self.walk and answer:
+            self.walk.read(answer)
 
 
 class Shaper:
-    """Shapes rows of logits, and keeps what it takes of the texts of those sequences whose shape counts tokens."""
+    """Shapes rows of logits, and keeps what it takes of the texts of those sequences whose shape depends on them.
 
-    def __init__(self) -> None:
+    grammars: compiles those of sequences that have one.
+    """
+
+    def __init__(self, grammars: Grammars | None = None) -> None:
+        self._grammars = grammars
         self._said: dict[int, _Said] = {}
 
     def begin(self, plan: StepPlan) -> None:
@@ -46,12 +60,25 @@ class Shaper:
         for id in plan.ended:
             self._said.pop(id, None)
         for sequence in plan.sequences:
-            if sequence.shape is not None and sequence.shape.counts:
+            shape = sequence.shape
+            if shape is not None and (shape.counts or shape.grammar is not None):
                 said = self._said.get(sequence.id)
                 if said is None or sequence.history is not None:
-                    said = self._said[sequence.id] = _Said(sequence.shape.answer_from)
+                    said = self._said[sequence.id] = _Said(shape, self._walk(shape.grammar))
                     said.read(sequence.history or ())
                 said.read(sequence.tokens[said.known - sequence.start :])
+
+    def _walk(self, grammar: str | None) -> Walk | None:
+        if grammar is None:
+            return None
+        if self._grammars is None:
+            raise ValueError("a sequence has a grammar, and there is no tokenizer to read it with")
+        return self._grammars.walk(grammar)
+
+    def failed(self, id: int) -> bool:
+        """Whether the sequence's grammar can say nothing any more: see `Walk`."""
+        said = self._said.get(id)
+        return said is not None and said.walk is not None and said.walk.failed
 
     def committed(self, id: int, tokens: Sequence[int]) -> None:
         """Take note of what the full depth has written."""
@@ -73,11 +100,16 @@ class Shaper:
 
         vocabulary: int64[V'], ascending, what the columns stand for, as in `Choose`.
         """
+        said = self._said.get(id)
+        if said is not None and said.walk:
+            allowed = said.walk.allowed(tentative)
+            if allowed is not None:
+                of_columns = allowed[: len(logits)] if vocabulary is None else allowed[vocabulary.cpu()]
+                logits.masked_fill_(~of_columns.to(logits.device), -math.inf)
         if shape.logit_bias:
             _add(logits, [id for id, _ in shape.logit_bias], [value for _, value in shape.logit_bias], vocabulary)
         if position < shape.late_from:
             _add(logits, shape.late, [-math.inf] * len(shape.late), vocabulary)
-        said = self._said.get(id)
         if said is not None:
             if shape.repetition_penalty != 1:
                 columns, _ = _columns(sorted({*said.ids, *tentative}), None, vocabulary, logits.device)

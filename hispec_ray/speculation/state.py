@@ -51,12 +51,12 @@ class SequenceState:
     line: the sequence's line in the block tables; home: of its first token in the held rows.
     seen[l], kept[l]: guesses that level l looked at, up to the first that it did not keep.
     spare: (line of the block tables, line of the held rows, block) that a branch may take. seconds: the top's second choices at the end.
-    rows: of what the top looked at, those whose choices were committed. logprobs: see `SequenceResult`.
+    rows: of what the top looked at, those whose choices were committed. logprobs, prompt_logprobs: see `SequenceResult`.
     """
 
     __slots__ = (
         "branches", "direct", "first", "home", "kept", "line", "logprobs", "marks", "origins",
-        "plan", "ready", "rows", "seconds", "seen", "settled", "spare", "tokens", "windows",
+        "plan", "prompt_logprobs", "ready", "rows", "seconds", "seen", "settled", "spare", "tokens", "windows",
     )  # fmt: skip
 
     def __init__(self, plan: SequencePlan, line: int, home: int, windows: Sequence[int]) -> None:
@@ -77,6 +77,7 @@ class SequenceState:
         self.seconds: list[int] = []
         self.rows: list[int] = []
         self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.seen = [0] * levels
         self.kept = [0] * levels
 

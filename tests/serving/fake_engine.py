@@ -6,13 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from hispec_ray.request import EngineDeadError, FinishReason, GenerationRequest, QueueFullError, RequestError, TokenDelta
+from hispec_ray.request import EngineDeadError, FinishReason, GenerationRequest, QueueFullError, RequestError, TokenDelta, TokenLogprob
 
 VOCABULARY = 1000
 CONTEXT = 100
 
 Script = Callable[[GenerationRequest], Sequence[str]]
 """The pieces of a request's answer; each is a step's text and its length the step's tokens."""
+
+
+def score(id: int, count: int) -> TokenLogprob:
+    """The token itself is the likeliest, those after it come next."""
+    return TokenLogprob(-id / 1000, tuple((id + n, -(id + n) / 1000) for n in range(count)))
 
 
 class FakeTokenizer:
@@ -23,11 +28,33 @@ class FakeTokenizer:
     def get_vocab(self) -> dict[str, int]:
         return {chr(id): id for id in range(VOCABULARY)}
 
+    def __len__(self) -> int:
+        return VOCABULARY
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(character) % VOCABULARY for character in text]
 
-    def apply_chat_template(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool, tokenize: bool) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        return "".join(map(chr, ids))
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+        return list(map(chr, ids))
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        return ord(token) if len(token) == 1 else None
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        """llguidance's name; the end-of-sequence token is 0."""
+        return b"".join(b"<end>" if id == 0 else chr(id).encode() for id in ids)
+
+    def is_special_token(self, id: int) -> bool:
+        return id == 0
+
+    def apply_chat_template(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool, tokenize: bool, tools: Sequence[Any] = ()
+    ) -> str:
         self.chats.append(list(messages))
+        self.tools = list(tools)
         if messages[0]["role"] == "assistant":
             raise ValueError("Conversation roles must alternate")
         return "".join(message["content"] for message in messages)
@@ -53,6 +80,15 @@ class FakeEngine:
         self.aborted: set[str] = set()
         self.closed = False
         self.intervals: list[float] = []
+        self.grammars: list[str] = []
+
+    def byte_tokenizer(self) -> FakeTokenizer:
+        return self.tokenizer
+
+    def check_grammar(self, grammar: str) -> None:
+        self.grammars.append(grammar)
+        if "nonsense" in grammar:
+            raise RequestError("the grammar cannot be followed: Invalid type: nonsense", "grammar")
 
     def check(self, request: GenerationRequest) -> None:
         if not request.prompt_ids:
@@ -94,8 +130,15 @@ class FakeEngine:
     def answer(self, request: GenerationRequest) -> list[TokenDelta]:
         if request.params.max_tokens == 0:
             return [TokenDelta(request.id, finish_reason=FinishReason.LENGTH)]
-        deltas = [TokenDelta(request.id, piece, [1] * max(1, len(piece))) for piece in self.script(request)]
+        deltas = [TokenDelta(request.id, piece, [ord(c) % VOCABULARY for c in piece] or [1]) for piece in self.script(request)]
+        for delta in deltas:
+            delta.levels = ["full"] * len(delta.token_ids)
+            if request.params.logprobs is not None:
+                delta.logprobs = [score(id, request.params.logprobs) for id in delta.token_ids]
         deltas[-1].finish_reason = FinishReason.STOP
+        if request.params.prompt_logprobs is not None:
+            told = [score(id, request.params.prompt_logprobs) for id in request.prompt_ids[1:]]
+            deltas = [TokenDelta(request.id, prompt_logprobs=told[:2]), TokenDelta(request.id, prompt_logprobs=told[2:]), *deltas]
         return deltas
 
     def stats(self) -> dict[str, float]:

@@ -14,7 +14,7 @@ from fake_engine import CONTEXT, FakeEngine
 
 from hispec_ray.config import Settings
 from hispec_ray.request import MAX_SEED, EngineDeadError, GenerationRequest, SamplingParams, TokenDelta, choice_seed
-from hispec_ray.serving.answers import NOT_READY, Failure, Item, Started
+from hispec_ray.serving.answers import NOT_READY, Delta, Failure, Item, Started
 from hispec_ray.serving.coordinator import Coordinator
 from hispec_ray.serving.protocol import Job
 
@@ -38,15 +38,15 @@ def test_a_job_starts_with_the_prompts_lengths_and_goes_on_with_what_each_step_a
     engine = FakeEngine()
     assert items(engine, job("Hi!")) == [
         Started([3]),
-        [(0, "Hello", 5, None)],
-        [(0, ", ", 2, None)],
-        [(0, "world", 5, "stop")],
+        [Delta(0, "Hello", 5)],
+        [Delta(0, ", ", 2)],
+        [Delta(0, "world", 5, "stop")],
     ]
     assert engine.requests[0].prompt_ids == (72, 105, 33)
 
 
 def test_all_that_is_sent_is_small_plain_data() -> None:
-    for item in (Started([3]), [(0, "Hello", 5, None)], Failure(429, "busy", headers={"Retry-After": "1"})):
+    for item in (Started([3]), [Delta(0, "Hello", 5)], Failure(429, "busy", headers={"Retry-After": "1"})):
         assert pickle.loads(pickle.dumps(item)) == item
 
 
@@ -178,7 +178,7 @@ def test_what_gathered_for_a_choice_is_one_delta() -> None:
             gathered = [delta async for deltas in super().generate(requests, interval) for delta in deltas]
             yield gathered
 
-    assert items(Gathering(), job("a", n=2))[1:] == [[(0, "Hello, world", 12, "stop"), (1, "Hello, world", 12, "stop")]]
+    assert items(Gathering(), job("a", n=2))[1:] == [[Delta(0, "Hello, world", 12, "stop"), Delta(1, "Hello, world", 12, "stop")]]
 
 
 def test_a_job_that_could_never_wait_is_refused_for_good() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,11 @@ from fake_engine import CONTEXT, FakeEngine
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from hispec_ray.config import Settings
-from hispec_ray.request import EngineDeadError
-from hispec_ray.serving.answers import Item, Started
+from hispec_ray.request import EngineDeadError, FinishReason, GenerationRequest, TokenDelta
+from hispec_ray.serving.answers import Delta, Item, Started
 from hispec_ray.serving.coordinator import Coordinator
 from hispec_ray.serving.ingress import RemoteCoordinator, create_app
+from hispec_ray.serving.keys import Keys
 from hispec_ray.serving.protocol import Job
 
 MODEL = "models/M"
@@ -211,6 +213,11 @@ class Broken:
             yield item
         raise self.death
 
+    async def spell(self, asked: Any) -> Any:
+        raise self.death
+
+    read = spell
+
     async def health(self) -> dict[str, float]:
         raise ConnectionError("a secret of the cluster")
 
@@ -225,6 +232,10 @@ class Replica(Broken):
     def generate(self) -> Any:
         return SimpleNamespace(remote=super().generate)
 
+    @property
+    def spell(self) -> Any:
+        return SimpleNamespace(remote=super().spell)
+
 
 @pytest.mark.parametrize("death", [ActorDiedError(), ActorUnavailableError("a secret of the cluster", None)])
 def test_a_replica_that_dies_asks_to_come_back(death: Exception) -> None:
@@ -235,7 +246,7 @@ def test_a_replica_that_dies_asks_to_come_back(death: Exception) -> None:
         response = send("POST", "/v1/completions", COMPLETION | {"stream": stream}, over=gone())
         assert "secret" not in assert_error(response, 503)
         assert response.headers["retry-after"] == "10"
-    begun = gone(Started([2]), [(0, "Hello", 5, None)])
+    begun = gone(Started([2]), [Delta(0, "Hello", 5)])
     assert_error(send("POST", "/v1/completions", COMPLETION, over=begun), 503)
     response = send("POST", "/v1/completions", COMPLETION | {"stream": True}, over=begun)
     first, last = [json.loads(event.removeprefix("data: ")) for event in response.text.split("\n\n") if event]
@@ -260,6 +271,144 @@ def test_a_path_or_method_that_does_not_exist() -> None:
 def test_a_body_over_the_limit() -> None:
     assert_error(complete(prompt="x" * LIMIT), 413)
     assert_error(complete(prompt="x" * (LIMIT - 100)), 400, "prompt", "context_length_exceeded")
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+HERMES_TEMPLATE = "{% for m in tools %}<tool_call>{% endfor %}"
+
+
+def test_an_echoed_completion_begins_with_the_prompt() -> None:
+    for prompt in ("Hi", [72, 105]):
+        body = complete(prompt=prompt, echo=True, logprobs=1).json()
+        choice = body["choices"][0]
+        assert choice["text"] == "HiHello, world"
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+        assert choice["logprobs"]["token_logprobs"][:2] == [None, -0.105]
+        chunks = events(complete(prompt=prompt, echo=True, logprobs=1, stream=True))
+        parts = [chunk["choices"][0] for chunk in chunks]
+        assert parts[0]["text"] == "HiHello"
+        for name, values in choice["logprobs"].items():
+            assert [value for part in parts for value in part["logprobs"][name]] == values
+    assert complete(echo=True).json()["choices"][0] | {"logprobs": None} == complete(echo=True).json()["choices"][0]
+    assert complete(echo=True, max_tokens=0).json()["choices"][0]["text"] == "Hi"
+
+
+def test_the_trace_tells_who_chose_each_token() -> None:
+    for ask in (complete, chat):
+        (choice,) = ask(hispec={"trace": True}).json()["choices"]
+        assert choice["hispec"] == {"token_ids": list(map(ord, "Hello, world")), "levels": ["full"] * 12}
+        parts = [chunk["choices"][0] for chunk in events(ask(hispec={"trace": True}, stream=True))]
+        assert [id for part in parts for id in part.get("hispec", {"token_ids": []})["token_ids"]] == choice["hispec"]["token_ids"]
+        assert "hispec" not in ask().json()["choices"][0]
+
+
+def test_a_method_that_the_server_does_not_have() -> None:
+    assert "'hispec'" in assert_error(complete(hispec={"method": "single"}), 400, "hispec.method")
+    assert complete(hispec={"method": "plain"}).status_code == complete(hispec={"method": "hispec"}).status_code == 200
+
+
+def test_tools_want_a_template_that_knows_them() -> None:
+    assert "knows no tools" in assert_error(chat(tools=[TOOL]), 400, "tools")
+    said = [{"role": "tool", "content": "5", "tool_call_id": "a"}]
+    assert "knows no tools" in assert_error(chat(messages=said), 400, "messages")
+    strange = FakeEngine()
+    strange.tokenizer.chat_template = "{{ tools }}"
+    assert "does not know" in assert_error(chat(strange, tools=[TOOL]), 400, "tools")
+    assert chat(tools=[TOOL], tool_choice="none").status_code == 200
+
+
+@pytest.mark.parametrize("arguments", ["[]", "{", "5"])
+def test_the_arguments_of_an_earlier_call_are_an_object(arguments: str) -> None:
+    engine = FakeEngine()
+    engine.tokenizer.chat_template = HERMES_TEMPLATE
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    said = [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}]
+    assert "JSON object" in assert_error(chat(engine, messages=said), 400, "messages.1")
+
+
+def test_a_chat_that_calls_a_tool() -> None:
+    def engine() -> FakeEngine:
+        caller = FakeEngine(lambda request: ['<tool_call>\n{"name": "a', 'dd", "argume', 'nts": {"a"', ": 5}}\n</tool_call>"])
+        caller.tokenizer.chat_template = HERMES_TEMPLATE
+        return caller
+
+    used = engine()
+    (choice,) = chat(used, tools=[TOOL], tool_choice="required").json()["choices"]
+    assert used.tokenizer.tools == [TOOL]
+    assert "add" in used.grammars[0]
+    assert used.requests[0].params.grammar == used.grammars[0]
+    (call,) = choice["message"].pop("tool_calls")
+    assert choice == {
+        "index": 0,
+        "message": {"role": "assistant", "content": None, "refusal": None},
+        "logprobs": None,
+        "finish_reason": "tool_calls",
+    }
+    assert call["function"] == {"name": "add", "arguments": '{"a": 5}'}
+    deltas = [chunk["choices"][0]["delta"] for chunk in events(chat(engine(), tools=[TOOL], stream=True))]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 5}'
+    assert next(call.get("function").get("name") for call in calls) == "add"
+    assert not any(delta.get("content") for delta in deltas)
+
+
+def test_a_grammar_that_cannot_be_followed_is_named_by_its_field() -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}
+    assert "nonsense" in assert_error(chat(response_format=wanted), 400, "response_format")
+    engine = FakeEngine()
+    engine.tokenizer.chat_template = HERMES_TEMPLATE
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "nonsense"}}}
+    assert_error(chat(engine, tools=[tool]), 400, "tools")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_beyond_its_limits_ends_the_answer_with_an_error(stream: bool) -> None:
+    class Beyond(FakeEngine):
+        def answer(self, request: GenerationRequest) -> list[TokenDelta]:
+            return [TokenDelta(request.id, "{", [1], ["full"]), TokenDelta(request.id, finish_reason=FinishReason.ERROR)]
+
+    response = chat(Beyond(), stream=stream)
+    if stream:
+        last = json.loads(response.text.strip().split("\n\n")[-1].removeprefix("data: "))
+        assert last["error"]["code"] == "grammar_too_complex"
+    else:
+        assert_error(response, 500, None, "grammar_too_complex")
+
+
+def test_tokens() -> None:
+    body = send("POST", "/tokenize", {"model": MODEL, "prompt": "Hi", "return_token_strs": True}).json()
+    assert body == {"count": 2, "max_model_len": CONTEXT, "tokens": [72, 105], "token_strs": ["H", "i"]}
+    asked = {"model": MODEL, "messages": CHAT["messages"]}
+    assert send("POST", "/tokenize", asked).json()["tokens"] == [72, 105]
+    assert send("POST", "/detokenize", {"model": MODEL, "tokens": [72, 105]}).json() == {"prompt": "Hi"}
+    assert "from 0 to 999" in assert_error(send("POST", "/detokenize", {"model": MODEL, "tokens": [1000]}), 400, "tokens")
+    assert_error(send("POST", "/tokenize", {"model": "gpt-4", "prompt": "Hi"}), 404, "model", "model_not_found")
+    broken = create_app(RemoteCoordinator(Replica(death=ActorDiedError())), MODEL, LIMIT)  # type: ignore[arg-type]
+    assert_error(send("POST", "/tokenize", {"model": MODEL, "prompt": "Hi"}, over=broken), 503)
+
+
+def test_version() -> None:
+    assert send("GET", "/version").json() == {"version": version("hispec-ray")}
+
+
+def test_keys_let_in_who_has_one() -> None:
+    guarded = create_app(Coordinator(Settings(), load=lambda settings: FakeEngine()), MODEL, LIMIT, Keys(["one", "two"]))
+
+    def status(path: str, header: str | None) -> httpx.Response:
+        async def request() -> httpx.Response:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(guarded), base_url="http://server") as client:
+                return await client.get(path, headers={} if header is None else {"Authorization": header})
+
+        return asyncio.run(request())
+
+    for header in ("Bearer one", "bearer two", "Bearer  two "):
+        assert status("/v1/models", header).status_code == 200
+    for header in (None, "", "Bearer", "Bearer ", "Bearer three", "one", "Basic one", "Bearer one two", "Bearer onetwo"):
+        for path in ("/v1/models", "/v1/nothing", "/version", "/openapi.json", "/health/", "//health"):
+            response = status(path, header)
+            assert_error(response, 401, None, "invalid_api_key")
+            assert response.headers["www-authenticate"] == "Bearer"
+    assert status("/health", None).status_code == 200
 
 
 def test_models() -> None:

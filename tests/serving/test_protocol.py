@@ -7,8 +7,19 @@ from typing import Any
 
 import pytest
 
+from hispec_ray.engine.tools import Tool, ToolUse
+from hispec_ray.grammar import json_object, json_schema
 from hispec_ray.serving.answers import RequestFailed
-from hispec_ray.serving.protocol import Call, ChatBody, CompletionBody, read_chat, read_completion
+from hispec_ray.serving.protocol import (
+    Call,
+    ChatBody,
+    CompletionBody,
+    TokenizeJob,
+    read_chat,
+    read_completion,
+    read_detokenize,
+    read_tokenize,
+)
 
 COMPLETION: dict[str, Any] = {"model": "M", "prompt": "Hi"}
 CHAT: dict[str, Any] = {"model": "M", "messages": [{"role": "user", "content": "Hi"}]}
@@ -24,28 +35,38 @@ BAD_IN_BOTH: list[tuple[str, Any]] = [
     ("logit_bias", {"9" * 19: 1}), ("repetition_penalty", 0), ("min_p", 1.1), ("stop_token_ids", [-1]), ("stop_token_ids", 5),
     ("seed", -1), ("seed", 2**63), ("seed", 1.0), ("seed", "1"),
     ("stop", ""), ("stop", 5), ("stop", [""]), ("stop", ["a", 5]), ("stop", ["a"] * 17), ("stop", "\ud83d"),
-    ("stream", "yes"), ("stream", 1), ("stream_options", 5), 
+    ("stream", "yes"), ("stream", 1), ("stream_options", 5),
     ("ignore_eos", 1), ("user", 5), ("model", 5), ("model", None), ("logprobs", -1), ("logprobs", 6),
     ("top_k", -2), ("top_k", 1.5), ("min_tokens", -1), ("no_such_field", 1), ("~one", 1),
+    ("hispec", 5),
 ]  # fmt: skip
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+NAMED = {"type": "function", "function": {"name": "f"}}
 BAD_IN_COMPLETION: list[tuple[str, Any]] = [
     ("prompt", [-1.5]), ("prompt", [1.5]), ("prompt", 5), ("prompt", None), ("prompt", []), ("prompt", [[]]), ("prompt", ["a", 5]),
     ("prompt", [5, "a"]), ("prompt", [[5], "a"]), ("prompt", [[5], [True]]), ("prompt", [None]), ("prompt", {"a": 1}),
-    ("prompt", "\ud83d"), ("prompt", ["a", "\ud83d"]), ("suffix", "x"), ("echo", True), ("echo", 0),
-    ("best_of", 2), ("logprobs", 1), ("min_tokens", 17), ("messages", []), ("max_completion_tokens", 5),
+    ("prompt", "\ud83d"), ("prompt", ["a", "\ud83d"]), ("suffix", "x"), ("echo", 0), ("echo", "yes"),
+    ("best_of", 2), ("logprobs", True), ("logprobs", 1.0), ("min_tokens", 17), ("messages", []), ("max_completion_tokens", 5),
 ]  # fmt: skip
 BAD_IN_CHAT: list[tuple[str, Any]] = [
     ("max_tokens", 0), ("max_completion_tokens", 0), ("max_completion_tokens", -1), ("max_completion_tokens", "5"),
     ("messages", {"role": "user"}), ("messages", []), ("messages", None), ("messages", "Hi"),
-    ("logprobs", True), ("top_logprobs", 21), ("response_format", {"type": "json_object"}), ("response_format", "text"),
-    ("tools", [{"type": "function", "function": {"name": "f"}}]), ("tool_choice", "auto"), ("tool_choice", {"type": "function"}),
+    ("logprobs", 1), ("top_logprobs", 21), ("top_logprobs", 1), ("response_format", "text"), ("tools", 5), ("tools", [5]), ("tools", {}),
+    ("tools", [TOOL, TOOL]), ("tools", [TOOL] * 129), ("tool_choice", "auto"), ("tool_choice", "any"), ("tool_choice", NAMED),
+    ("echo", True),
     ("functions", [{}]), ("function_call", "auto"), ("modalities", ["audio"]), ("store", True), ("metadata", {"a": "b"}), ("prompt", "x"),
 ]  # fmt: skip
+CALLED: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 BAD_MESSAGES: list[tuple[str, Any]] = [
     ("messages.0", 5),
     ("messages.0.role", {"content": "Hi"}),
     ("messages.0.role", {"role": "wizard", "content": "Hi"}),
-    ("messages.0.role", {"role": "tool", "content": "Hi", "tool_call_id": None}),
+    ("messages.0.tool_call_id", {"role": "tool", "content": "Hi", "tool_call_id": None}),
+    ("messages.0.tool_call_id", {"role": "user", "content": "Hi", "tool_call_id": "a"}),
+    ("messages.0.tool_calls", {"role": "user", "content": "Hi", "tool_calls": [CALLED]}),
+    ("messages.0.tool_calls.0.type", {"role": "assistant", "tool_calls": [CALLED | {"type": "custom"}]}),
+    ("messages.0.tool_calls.0.function", {"role": "assistant", "tool_calls": [{"id": "a", "type": "function"}]}),
+    ("messages.0.tool_calls.0.function.arguments", {"role": "assistant", "tool_calls": [CALLED | {"function": {"name": "f"}}]}),
     ("messages.0.content", {"role": "user"}),
     ("messages.0.content", {"role": "user", "content": None}),
     ("messages.0.content", {"role": "assistant", "content": None, "tool_calls": []}),
@@ -56,7 +77,7 @@ BAD_MESSAGES: list[tuple[str, Any]] = [
     ("messages.0.content.0.text", {"role": "user", "content": [{"type": "text", "text": 5}]}),
     ("messages.0.content.0.text", {"role": "user", "content": [{"type": "text"}]}),
     ("messages.0.content.0.cache", {"role": "user", "content": [{"type": "text", "text": "a", "cache": 1}]}),
-    ("messages.0.tool_calls", {"role": "assistant", "content": "a", "tool_calls": [{}]}),
+    ("messages.0.tool_calls.0.id", {"role": "assistant", "content": "a", "tool_calls": [{}]}),
     ("messages.0.name", {"role": "user", "content": "a", "name": "Bob"}),
     ("messages.0.mood", {"role": "user", "content": "a", "mood": "bright"}),
 ]
@@ -99,7 +120,8 @@ def test_a_message_names_the_value_and_what_is_valid() -> None:
         ({"temperature": 3}, "temperature is 3.0; it must be from 0 to 2"),
         ({"temperature": "hot"}, "temperature is 'hot'; it must be a valid number"),
         ({"prompt": ["a", 5]}, "prompt.1 is 5; it must be a valid string"),
-        ({"logprobs": 2}, "logprobs is 2; this server does not offer it: leave it out or set it to null"),
+        ({"suffix": "a"}, "suffix is 'a'; this server does not offer it: leave it out or set it to null"),
+        ({"logprobs": 6}, "logprobs is 6; it must be from 0 to 5"),
         ({"model": None}, "model is null; it must be a valid string"),
         ({"prompt": [["x" * 1000]]}, None),
     ):
@@ -153,11 +175,21 @@ def test_an_unknown_model_is_not_found() -> None:
 def test_null_is_absence() -> None:
     offered = ["temperature", "seed", "stop", "n", "stream", "stream_options", "ignore_eos", "user", "max_tokens", "top_p", "min_tokens"]
     offered += ["presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "top_k", "min_p", "stop_token_ids"]
-    refused = ["logprobs"]
+    offered += ["logprobs", "hispec"]
     only_completion = ["suffix", "echo", "best_of"]
-    only_chat = ["max_completion_tokens", "tools", "tool_choice", "top_logprobs", "response_format", "functions", "store", "audio"]
-    assert completion(**dict.fromkeys(offered + refused + only_completion)).job.params == completion().job.params
-    assert chat(**dict.fromkeys(offered + refused + only_chat)).job.params == chat().job.params
+    only_chat = [
+        "max_completion_tokens",
+        "parallel_tool_calls",
+        "tools",
+        "tool_choice",
+        "top_logprobs",
+        "response_format",
+        "functions",
+        "store",
+        "audio",
+    ]
+    assert completion(**dict.fromkeys(offered + only_completion)).job.params == completion().job.params
+    assert chat(**dict.fromkeys(offered + only_chat)).job.params == chat().job.params
     assert completion(stream=True, stream_options={"include_usage": None}).include_usage is False
 
 
@@ -207,6 +239,95 @@ def test_chat_content_comes_as_text_or_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     call = chat(messages=[{"role": "developer", "content": "Be brief"}, {"role": "user", "content": parts}])
     assert call.job.messages == [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "a\nb"}]
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("response_format.type", {"type": "xml"}),
+        ("response_format.json_schema", {"type": "json_schema"}),
+        ("response_format.json_schema", {"type": "json_object", "json_schema": {"name": "a", "schema": SCHEMA}}),
+        ("response_format.json_schema.name", {"type": "json_schema", "json_schema": {"schema": SCHEMA}}),
+        ("response_format.json_schema.name", {"type": "json_schema", "json_schema": {"name": "a b", "schema": SCHEMA}}),
+        ("response_format.json_schema.schema", {"type": "json_schema", "json_schema": {"name": "a"}}),
+        ("response_format.json_schema.schema", {"type": "json_schema", "json_schema": {"name": "a", "schema": []}}),
+    ],
+)
+def test_a_bad_response_format_is_refused_by_its_place(param: str, value: Any) -> None:
+    with pytest.raises(RequestFailed) as refused:
+        chat(response_format=value)
+    assert (refused.value.failure.status, refused.value.failure.param) == (400, param)
+
+
+def test_a_response_format_becomes_a_grammar() -> None:
+    assert chat(response_format={"type": "json_object"}).job.params.grammar == json_object()
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True, "description": "b"}}
+    assert chat(response_format=wanted).job.params.grammar == json_schema(SCHEMA)
+    assert chat(response_format={"type": "text"}).job.params.grammar is None
+    for fields, param in (({"ignore_eos": True}, "ignore_eos"), ({"min_tokens": 1}, "min_tokens"), ({"tools": [TOOL]}, "response_format")):
+        with pytest.raises(RequestFailed) as refused:
+            chat(response_format=wanted, **fields)
+        assert refused.value.failure.param == param
+
+
+def test_a_tool_choice_says_which_calls_there_may_be() -> None:
+    other = {"type": "function", "function": {"name": "g", "description": "b"}}
+    tools = (Tool("f", {"type": "object"}, TOOL), Tool("g", {}, other))
+    both = {"tools": [TOOL, other]}
+    assert chat(**both).job.tools == chat(**both, tool_choice="auto", parallel_tool_calls=True).job.tools == ToolUse(tools)
+    assert chat(**both, tool_choice="none").job.tools is chat(tools=[], tool_choice="none").job.tools is None
+    assert chat(**both, tool_choice="required", parallel_tool_calls=False).job.tools == ToolUse(tools, True, False)
+    assert chat(**both, tool_choice=NAMED).job.tools == ToolUse(tools[:1], True, False, True)
+    with pytest.raises(RequestFailed, match="tools has f"):
+        chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}})
+    for name in ("", "a b", "x" * 65):
+        with pytest.raises(RequestFailed) as refused:
+            chat(tools=[{"type": "function", "function": {"name": name}}])
+        assert refused.value.failure.param == "tools.function.name"
+
+
+def test_a_conversation_with_calls_reaches_the_template() -> None:
+    said = [
+        {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+        {"role": "tool", "content": "5", "tool_call_id": "a"},
+    ]
+    assert chat(messages=[*CHAT["messages"], *said]).job.messages[1:] == [{**said[0], "content": ""}, said[1]]
+
+
+def test_logprobs_are_asked_for_in_two_ways() -> None:
+    assert completion(logprobs=3).job.params.logprobs == 3
+    assert completion(logprobs=3).job.params.prompt_logprobs is None
+    assert completion(logprobs=3, echo=True).job.params.prompt_logprobs == 3
+    assert (completion(echo=True).job.echo, completion(echo=True).job.params.prompt_logprobs) == (True, None)
+    assert chat(logprobs=True).job.params.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=20).job.params.logprobs == 20
+    assert chat(logprobs=False).job.params.logprobs is None
+
+
+def test_the_extension() -> None:
+    call = chat(hispec={"method": "plain", "trace": True})
+    assert (call.job.method, call.job.trace, call.job.params.speculate) == ("plain", True, False)
+    assert completion(hispec={"method": "hispec"}).job.params.speculate is True
+    for value in ({"method": "vllm"}, {"trace": 1}, {"speed": 9}):
+        with pytest.raises(RequestFailed) as refused:
+            chat(hispec=value)
+        assert refused.value.failure.param == f"hispec.{next(iter(value))}"
+
+
+def test_tokens_are_asked_for() -> None:
+    job = read_tokenize(json.dumps({"model": "M", "prompt": "a"}).encode(), "M")
+    assert job == TokenizeJob("a", None, True, True, False)
+    both: dict[str, Any] = {"prompt": "a", "messages": CHAT["messages"]}
+    for fields in ({}, both, {"prompt": 5}, {"messages": []}, {"prompt": "a", "add_special_tokens": 1}):
+        with pytest.raises(RequestFailed) as refused:
+            read_tokenize(json.dumps({"model": "M"} | fields).encode(), "M")
+        assert refused.value.failure.status == 400
+    assert read_detokenize(b'{"model": "M", "tokens": [1, 2]}', "M") == [1, 2]
+    with pytest.raises(RequestFailed):
+        read_detokenize(b'{"model": "M", "tokens": [1.5]}', "M")
 
 
 def test_the_two_names_of_the_chat_limit() -> None:

@@ -1,0 +1,139 @@
+"""One choice of a job: what its steps added, on the way from the engine to a client."""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from hispec_ray.engine.tools import CallReader, ToolFormat, ToolUse
+from hispec_ray.request import FinishReason, TokenDelta, TokenLogprob
+from hispec_ray.serving.answers import CallPart, Delta, Entry, Spelled
+
+
+class Speller:
+    """Spells token ids; knows every token's bytes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """tokenizer: llguidance's, see `ModelSource.byte_tokenizer`."""
+        self._tokenizer = tokenizer
+        self._known: dict[int, Spelled] = {}
+
+    def special(self, id: int) -> bool:
+        return bool(self._tokenizer.is_special_token(id))
+
+    def spell(self, id: int) -> Spelled:
+        spelled = self._known.get(id)
+        if spelled is None:
+            raw = bytes(self._tokenizer.decode_bytes([id]))
+            spelled = Spelled(raw.decode(errors="replace"), b"" if self.special(id) else raw)
+            self._known[id] = spelled
+        return spelled
+
+
+class _Entries:
+    """The log-probabilities of a choice's tokens, each held back until the text that begins with it is shown."""
+
+    def __init__(self, speller: Speller) -> None:
+        self._speller = speller
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+        self._waiting: deque[Entry] = deque()
+
+    def answer(self, offset: int) -> None:
+        """The tokens from here on are the answer's, whose first character is at this offset of the choice's text."""
+        self._characters.reset()
+        self._offset = offset
+
+    def add(self, id: int, logprob: TokenLogprob | None) -> None:
+        spell = self._speller.spell
+        token = spell(id)
+        top = tuple([(spell(other), value) for other, value in logprob.top]) if logprob else ()
+        self._waiting.append(Entry(token, logprob.logprob if logprob else None, top, self._offset))
+        self._offset += len(self._characters.decode(token.bytes))
+
+    def take(self, shown: int, ended: bool) -> tuple[Entry, ...]:
+        """Return those whose text is among the first `shown` characters; all, where the text has ended and was not cut."""
+        taken = []
+        while self._waiting and (ended or self._waiting[0].offset < shown):
+            taken.append(self._waiting.popleft())
+        return tuple(taken)
+
+
+class ChoiceWriter:
+    """Gathers what steps add to a choice, until it is taken.
+
+    A token's log-probability goes with the text that it begins; where a stop string cuts the text, those behind the cut are left out.
+    Tokens without a text (end of sequence) go with the next that has one, or with the end.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        prompt: Sequence[int] = (),
+        prompt_text: str = "",
+        speller: Speller | None = None,
+        calls: tuple[ToolFormat, ToolUse] | None = None,
+        trace: bool = False,
+    ) -> None:
+        """Begin a choice.
+
+        prompt, prompt_text: where they are part of the answer. speller: where log-probabilities are wanted.
+        calls: where tools may be called.
+        """
+        self._number = number
+        self._prompt = prompt
+        self._told: list[TokenLogprob] = []  # of the prompt
+        self._text = prompt_text
+        self._shown = len(prompt_text)  # characters, calls' own among them
+        self._entries = _Entries(speller) if speller else None
+        self._reader = CallReader(calls[0]) if calls else None
+        self._named = bool(calls and calls[1].named)
+        self._tokens = 0
+        self._parts: list[CallPart] = []
+        self._levels: list[tuple[int, str]] = []
+        self._trace = trace
+        self._reason: str | None = None
+        self._cut = False
+        self._begun = False  # tokens of the answer, or its end, have come
+
+    def add(self, delta: TokenDelta) -> None:
+        self._told += delta.prompt_logprobs
+        if not (delta.token_ids or delta.finish_reason):
+            return
+        if not self._begun:
+            self._begun = True
+            if self._entries:
+                for place, id in enumerate(self._prompt):
+                    self._entries.add(id, self._told[place - 1] if place else None)
+                self._entries.answer(self._shown)
+        self._tokens += len(delta.token_ids)
+        if self._entries:
+            for id, logprob in zip(delta.token_ids, delta.logprobs, strict=True):
+                self._entries.add(id, logprob)
+        if self._trace:
+            self._levels += zip(delta.token_ids, delta.levels, strict=True)
+        text = delta.text
+        if self._reader:
+            text, parts = self._reader.feed(text)
+            self._parts += [CallPart(part.index, part.id, part.name, part.arguments) for part in parts]
+            if delta.finish_reason:
+                text += self._reader.finish()
+        self._text += text
+        self._shown += len(delta.text)
+        if delta.finish_reason is not None:
+            self._cut = isinstance(delta.stopped_by, str)
+            called = self._reader is not None and self._reader.calls > 0 and delta.finish_reason is FinishReason.STOP
+            self._reason = "tool_calls" if called and not self._named else delta.finish_reason.value
+
+    def take(self) -> Delta | None:
+        """Return what has gathered since the last time, None where that is nothing."""
+        if not self._begun:
+            return None
+        entries = self._entries.take(self._shown, self._reason is not None and not self._cut) if self._entries else ()
+        if not (self._text or self._tokens or self._reason or entries or self._parts):
+            return None
+        delta = Delta(self._number, self._text, self._tokens, self._reason, entries, tuple(self._parts), tuple(self._levels))
+        self._text, self._tokens, self._parts, self._levels = "", 0, [], []
+        return delta
