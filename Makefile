@@ -35,6 +35,7 @@ lint: env
 bench: env
 	@$(BIN)/python -m benchmarks.exactness --quick
 	@$(BIN)/python -m benchmarks.decode --quick
+	@$(BIN)/python -m benchmarks.http --quick
 	@$(BIN)/python -m benchmarks.methods --quick
 
 env: $(INSTALLED)

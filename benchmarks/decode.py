@@ -7,31 +7,22 @@ same settings, turn by turn.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import itertools
 import json
-import os
-import signal
-import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-import yaml
 from transformers import AutoModelForCausalLM
 
-from benchmarks import common, prompts
+from benchmarks import common, prompts, server
 from hispec_ray import LLM, SamplingParams
 from hispec_ray.core.plan import Rows
 
@@ -144,46 +135,6 @@ def held_bytes(llm: LLM, batch: int) -> int:
     engine = llm.engine
     llm.generate([[*text_ids(llm, 40 + i)] for i in range(batch)], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
     return engine.executor.shard.peak_held_bytes
-
-
-@contextlib.contextmanager
-def server(threads: int | None) -> Iterator[str]:
-    """`serve run` with the default deployment, plain decoding; yields the base URL."""
-    root = Path(__file__).parent.parent
-    config = yaml.safe_load((root / "deployments" / "hispec.yaml").read_text())
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    config["http_options"] = {**config.get("http_options", {}), "host": "127.0.0.1", "port": port}
-    arguments = config["applications"][0].setdefault("args", {})
-    arguments.setdefault("speculation", {})["method"] = "plain"
-    if threads:
-        arguments.setdefault("model", {})["threads"] = threads
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "plain.yaml"
-        path.write_text(yaml.safe_dump(config))
-        command = [str(Path(sys.executable).parent / "serve"), "run", str(path)]
-        log = (Path(folder) / "log").open("w+")
-        process = subprocess.Popen(command, cwd=root, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            _await_health(url, process, log.name)
-            yield url
-        finally:
-            os.killpg(process.pid, signal.SIGINT)
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-def _await_health(url: str, process: subprocess.Popen[bytes], log: str) -> None:
-    deadline = time.monotonic() + 180
-    while time.monotonic() < deadline and process.poll() is None:
-        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError), urllib.request.urlopen(f"{url}/health", timeout=5):
-            return
-        time.sleep(0.5)
-    raise RuntimeError(f"the server did not come up:\n{Path(log).read_text()[-3000:]}")
 
 
 def served_seconds_per_token(url: str, ids: tuple[int, ...], tokens: int) -> float:
@@ -326,9 +277,10 @@ def main() -> None:
 
 def served_cost(args: argparse.Namespace, llm: LLM, ids: tuple[int, ...], runs: int, tokens: int) -> float:
     """Milliseconds a token that HTTP, the proxy, the ingress and the coordinator add at batch 1."""
-    with server(args.threads) as url:
+    plain = server.settings({"model": {"threads": args.threads}, "speculation": {"method": "plain"}})
+    with server.running({"/": plain}) as served:
         turns = common.alternate(runs, {
-            "served": lambda: served_seconds_per_token(url, ids[:64], 2 * tokens),
+            "served": lambda: served_seconds_per_token(served.url, ids[:64], 2 * tokens),
             "offline": lambda: plain_seconds_per_token(llm, ids[:64], 2 * tokens),
         })  # fmt: skip
     common.table("Batch 1, ms a token", ("path", "median"), [(name, 1e3 * statistics.median(figures)) for name, figures in turns.items()])

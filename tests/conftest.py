@@ -30,6 +30,7 @@ from hispec_ray.model.native_decoder import NativeDecoder
 from hispec_ray.model.weights import ModelSource, convert_gguf, layer_layout, open_model
 from hispec_ray.shard.shard import drafter_for, levels_for, round_for
 from hispec_ray.speculation.choice import choose_native
+from hispec_ray.speculation.grammar import Grammars
 from hispec_ray.training.output import write_heads
 
 torch.set_num_threads(1)
@@ -85,6 +86,7 @@ def default_source() -> ModelSource:
 def default_llm(default_source: ModelSource) -> MakeLLM:
     """Like `tiny_llm` for the default model; its weights are packed once a dtype and shared by all that are made."""
     decoders: dict[str, NativeDecoder] = {}
+    grammars = Grammars(default_source.byte_tokenizer)
 
     def make(dtype: str = "float32", *speculation: Any, **others: Any) -> LLM:
         if dtype not in decoders:
@@ -94,7 +96,7 @@ def default_llm(default_source: ModelSource) -> MakeLLM:
         settings = settings_of(model, *speculation, **{"blocks": 128, **others})
         with (
             patch("hispec_ray.engine.engine.open_model", lambda path: default_source),
-            patch("hispec_ray.engine.engine.InlineExecutor", lambda *_: SharedExecutor(settings, decoders[dtype])),
+            patch("hispec_ray.engine.engine.InlineExecutor", lambda *_: SharedExecutor(settings, decoders[dtype], grammars)),
         ):
             return LLM(settings)
 
@@ -104,13 +106,13 @@ def default_llm(default_source: ModelSource) -> MakeLLM:
 class SharedExecutor:
     """An `InlineExecutor` over a decoder that others use too, one after the other."""
 
-    def __init__(self, settings: Settings, decoder: Decoder) -> None:
-        levels = levels_for(settings.speculation, decoder.architecture.layers)
+    def __init__(self, settings: Settings, decoder: Decoder, grammars: Grammars) -> None:
+        speculation, layers = settings.speculation, decoder.architecture.layers
+        levels = levels_for(speculation, layers)
         self.blocks = settings.cache.blocks
         self.window = levels[-1].window
-        self._round = round_for(
-            settings.speculation, decoder, decoder.architecture.layers, choose_native(1), drafter_for(settings.speculation)
-        )
+        self.grammars = grammars
+        self._round = round_for(speculation, decoder, layers, choose_native(1), drafter_for(speculation), grammars=grammars)
         self.sources = self._round.sources
 
     @torch.inference_mode()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
 _TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+_LONGEST_MESSAGE, _LONGEST_PARAM = 800, 200  # characters
 
 
 class Spelled(NamedTuple):
@@ -58,21 +59,26 @@ class Delta(NamedTuple):
     levels: tuple[tuple[int, str], ...] = ()
 
 
+def joined_calls(parts: Iterable[CallPart]) -> tuple[CallPart, ...]:
+    """Return the parts, in their order, with those of one call made one: clients expect a call once in an answer, and once in a chunk."""
+    calls: dict[int, CallPart] = {}
+    for part in parts:
+        known = calls.get(part.number)
+        calls[part.number] = part if known is None else known._replace(arguments=known.arguments + part.arguments)
+    return tuple(calls.values())
+
+
 def joined(deltas: Sequence[Delta]) -> Delta:
     """Return what the deltas of one choice, in their order and at least one, come to."""
     if len(deltas) == 1:
         return deltas[0]
-    calls: dict[int, CallPart] = {}
-    for part in (part for delta in deltas for part in delta.calls):
-        known = calls.get(part.number)
-        calls[part.number] = part if known is None else known._replace(arguments=known.arguments + part.arguments)
     return Delta(
         deltas[0].number,
         "".join([delta.text for delta in deltas]),
         sum([delta.tokens for delta in deltas]),
         deltas[-1].reason,
         tuple(chain.from_iterable(delta.entries for delta in deltas)),
-        tuple(calls.values()),
+        joined_calls([part for delta in deltas for part in delta.calls]),
         tuple(chain.from_iterable(delta.levels for delta in deltas)),
     )
 
@@ -118,7 +124,7 @@ NO_KEY = Failure(
     headers={"WWW-Authenticate": "Bearer"},
 )
 TOO_COMPLEX = Failure(
-    500, "The grammar of this answer became more complex than the server allows; simplify the schema's patterns", code="grammar_too_complex"
+    400, "The grammar of this answer became more complex than the server allows; simplify its schema", "grammar", "grammar_too_complex"
 )
 SERVER_FAILURE = Failure(500, "The server had an error while answering; the server's log has more")
 
@@ -126,7 +132,14 @@ SERVER_FAILURE = Failure(500, "The server had an error while answering; the serv
 def error(failure: Failure) -> dict[str, Any]:
     """The body of every answer that is not 200, and of a stream's event that ends it early."""
     kind = _TYPES.get(failure.status, "invalid_request_error")
-    return {"error": {"message": failure.message, "type": kind, "param": failure.param, "code": failure.code}}
+    param = None if failure.param is None else _short(failure.param, _LONGEST_PARAM)
+    return {"error": {"message": _short(failure.message, _LONGEST_MESSAGE), "type": kind, "param": param, "code": failure.code}}
+
+
+def _short(text: str, most: int) -> str:
+    """Cut the middle out of a text of more than `most` characters: what a client sent, or a library said of it, may be of any length."""
+    half = (most - 3) // 2
+    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hispec_ray.engine.tools import CallReader, ToolFormat, ToolUse
 from hispec_ray.request import FinishReason, TokenDelta, TokenLogprob
-from hispec_ray.serving.answers import CallPart, Delta, Entry, Spelled
+from hispec_ray.serving.answers import CallPart, Delta, Entry, Spelled, joined_calls
 
 
 class Speller:
@@ -134,6 +134,6 @@ class ChoiceWriter:
         entries = self._entries.take(self._shown, self._reason is not None and not self._cut) if self._entries else ()
         if not (self._text or self._tokens or self._reason or entries or self._parts):
             return None
-        delta = Delta(self._number, self._text, self._tokens, self._reason, entries, tuple(self._parts), tuple(self._levels))
+        delta = Delta(self._number, self._text, self._tokens, self._reason, entries, joined_calls(self._parts), tuple(self._levels))
         self._text, self._tokens, self._parts, self._levels = "", 0, [], []
         return delta

@@ -86,13 +86,13 @@ class Coordinator:
             interval = self._interval if job.stream else math.inf
             async with aclosing(self.engine.generate(prepared.requests, interval)) as steps:  # type: ignore[type-var]
                 async for deltas in steps:
+                    if any(delta.finish_reason is FinishReason.ERROR for delta in deltas):
+                        yield TOO_COMPLEX
+                        return
                     if not started:
                         started = True
                         yield Started([len(prompt) for prompt in prepared.prompts])
                     for delta in deltas:
-                        if delta.finish_reason is FinishReason.ERROR:
-                            yield TOO_COMPLEX
-                            return
                         prepared.writers[delta.request_id].add(delta)
                     if taken := prepared.take(deltas):
                         yield taken
@@ -154,8 +154,10 @@ class Coordinator:
         return prompt if isinstance(prompt, str) else self._encoder.decode(prompt)
 
     def _special(self, text: str) -> bool:
-        id = self.engine.tokenizer.convert_tokens_to_ids(text)
-        return id is not None and self._spelling().special(id)
+        tokenizer = self.engine.tokenizer
+        id = tokenizer.convert_tokens_to_ids(text)
+        # A text that is no token may have the unknown token's id, which is a special one.
+        return id is not None and tokenizer.convert_ids_to_tokens([id]) == [text] and self._spelling().special(id)
 
     def _spelling(self) -> Speller:
         if self._speller is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import time
@@ -12,14 +13,13 @@ from importlib.metadata import version
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
-from fastapi.openapi.utils import get_openapi
-from pydantic.json_schema import models_json_schema
 from ray import serve
 from ray.exceptions import NodeDiedError, RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -27,12 +27,7 @@ from hispec_ray.serving.answers import NO_KEY, NOT_READY, SERVER_FAILURE, Delta,
 from hispec_ray.serving.keys import Keys
 from hispec_ray.serving.protocol import (
     Call,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
     Job,
-    ModelBody,
-    TokenizeBody,
     TokenizeJob,
     read_chat,
     read_completion,
@@ -47,7 +42,6 @@ HEALTH_TIMEOUT_S = 5.0
 """How long a coordinator may take to say that it is well."""
 REPLICA_GONE = (RayActorError, NodeDiedError, ReplicaUnavailableError, DeploymentUnavailableError, BackPressureError)
 """What Ray raises where a replica has died, is being replaced or cannot be reached: the same request may be answered later."""
-_REFERENCE = "#/components/schemas/{model}"
 
 
 class JobRunner(Protocol):
@@ -120,18 +114,18 @@ def create_app(coordinator: JobRunner, model: str, max_body_bytes: int, keys: Ke
 
     model: the id that clients use; max_body_bytes: larger bodies answer 413; keys: those with which one may ask, None for everybody.
     """
-    app = FastAPI(title="hispec_ray", version=version("hispec-ray"), docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(title="hispec_ray", version=version("hispec-ray"), openapi_url=None, redirect_slashes=False)
     card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "hispec_ray"}
 
     async def answer(request: Request, read: Callable[[bytes, str], Call]) -> Response:
         return await respond(coordinator, read(await _body(request, max_body_bytes), model))
 
-    @app.post("/v1/completions", openapi_extra=_request_body(CompletionBody))
+    @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         """Continue a text."""
         return await answer(request, read_completion)
 
-    @app.post("/v1/chat/completions", openapi_extra=_request_body(ChatBody))
+    @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         return await answer(request, read_chat)
@@ -148,12 +142,12 @@ def create_app(coordinator: JobRunner, model: str, max_body_bytes: int, keys: Ke
             raise RequestFailed(unknown_model(id, model))
         return _json(200, card)
 
-    @app.post("/tokenize", openapi_extra=_request_body(TokenizeBody))
+    @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         """Tell the token ids of a text or a conversation."""
         return _told(await coordinator.spell(read_tokenize(await _body(request, max_body_bytes), model)))
 
-    @app.post("/detokenize", openapi_extra=_request_body(DetokenizeBody))
+    @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         """Tell the text of token ids."""
         return _told(await coordinator.read(read_detokenize(await _body(request, max_body_bytes), model)))
@@ -173,12 +167,22 @@ def create_app(coordinator: JobRunner, model: str, max_body_bytes: int, keys: Ke
             raise RequestFailed(Failure(503, "The server is not ready: no coordinator answers")) from None
         return _json(200, {"status": "ok", **{name: figures[name] for name in ("running", "waiting", "kv_usage")}})
 
+    @functools.cache
+    def document() -> dict[str, Any]:
+        from hispec_ray.serving import document  # noqa: PLC0415  (openai: not wanted before)
+
+        return document.write(app, model, keys is not None)
+
+    @app.get("/openapi.json", include_in_schema=False)
+    def openapi() -> Response:  # not async: the first time takes a second or two, for which there are threads
+        """Tell what each route takes and answers."""
+        return _json(200, document())
+
     if keys is not None:
         app.add_middleware(KeyCheck, keys=keys)
     app.add_exception_handler(RequestFailed, _on_failure)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_exception)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
 
@@ -214,7 +218,6 @@ async def _whole(call: Call, started: Started, items: AsyncIterator[Item]) -> Re
 async def _events(call: Call, started: Started, items: AsyncGenerator[Item]) -> AsyncGenerator[bytes]:
     """Yield server-sent events, all that an item brought at once. The status is out: what fails from here on is an event."""
     answer = call.answer
-    nothing = {"usage": None} if call.include_usage else {}
     completion_tokens = 0
     choices = range(len(started.prompt_tokens) * call.job.params.n)
     opening = [answer.chunk(piece) for index in choices for piece in answer.opening(index)]
@@ -227,8 +230,10 @@ async def _events(call: Call, started: Started, items: AsyncGenerator[Item]) -> 
                 for delta in item:
                     completion_tokens += delta.tokens
                     chunks += answer.chunks(delta)
+                counts = usage(sum(started.prompt_tokens), completion_tokens)
+                so_far = {"usage": counts if call.continuous_usage else None} if call.include_usage else {}
                 if chunks:
-                    yield b"".join([_event(chunk | nothing) for chunk in chunks])
+                    yield b"".join([_event(chunk | so_far) for chunk in chunks])
         counts = usage(sum(started.prompt_tokens), completion_tokens)
         yield (_event(answer.usage_chunk(counts)) if call.include_usage else b"") + b"data: [DONE]\n\n"
     except RequestFailed as failed:
@@ -272,13 +277,16 @@ class KeyCheck:
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """Read the body. Raises RequestFailed as soon as it is larger than `most` bytes."""
+    """Read the body. Raises RequestFailed as soon as it is larger than `most` bytes, or the client has gone before its end."""
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > most:
-            raise RequestFailed(Failure(413, f"the body is larger than {most} bytes, the most that this server reads"))
-        parts.append(part)
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > most:
+                raise RequestFailed(Failure(413, f"the body is larger than {most} bytes, the most that this server reads"))
+            parts.append(part)
+    except ClientDisconnect:
+        raise RequestFailed(Failure(400, "the client went away before the end of the body")) from None
     return b"".join(parts)
 
 
@@ -317,19 +325,3 @@ async def _on_http_exception(request: Request, problem: Exception) -> Response:
 
 async def _on_exception(_: Request, problem: Exception) -> Response:
     return _failed(SERVER_FAILURE)  # Starlette raises it again for the log
-
-
-def _request_body(body: type[ModelBody]) -> dict[str, Any]:
-    schema = {"$ref": _REFERENCE.format(model=body.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's document with the bodies that we read ourselves."""
-    if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        bodies = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
-        _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REFERENCE)
-        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
-        app.openapi_schema = document
-    return app.openapi_schema

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -55,12 +55,14 @@ class TokenizeJob:
 class Call:
     """A checked HTTP request: the job, how its answer is to be written, and what its fields are called there.
 
+    include_usage: whether a stream ends with the token counts; continuous_usage: whether every event of it has those so far.
     fields: the request's own names for the engine's `prompt` and `max_tokens`, where they differ.
     """
 
     job: Job
     answer: Answer
     include_usage: bool
+    continuous_usage: bool
     fields: Mapping[str, str] = field(default_factory=dict)
 
     def failed(self, failure: Failure) -> RequestFailed:
@@ -90,13 +92,15 @@ def _whole_characters(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_whole_characters)]
-Texts = Annotated[list[Text], Field(min_length=1)]
-TokenIds = Annotated[list[int], Field(min_length=1)]
+# A list says what is wrong with its first bad item alone: a million bad ones would take seconds and a gibibyte to name.
+Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+Id = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
+TokenIds = Annotated[list[Id], Field(min_length=1, fail_fast=True)]
 Prompt = Annotated[
     Annotated[Text, Tag("~one")]
     | Annotated[Texts, Tag("~texts")]
     | Annotated[TokenIds, Tag("~numbers")]
-    | Annotated[list[TokenIds], Tag("~lists")],
+    | Annotated[list[TokenIds], Field(fail_fast=True), Tag("~lists")],
     Discriminator(_form),
 ]
 # Ranges are documented here and checked in SamplingParams.
@@ -109,10 +113,14 @@ Share = Annotated[float, WithJsonSchema({"type": "number", "minimum": 0, "maximu
 Penalty = Annotated[float, WithJsonSchema({"type": "number", "minimum": -2, "maximum": 2})]
 TopK = Annotated[int, WithJsonSchema({"type": "integer", "minimum": -1})]
 Repetition = Annotated[float, WithJsonSchema({"type": "number", "minimum": 0.01, "maximum": 100})]
-_BIAS_SCHEMA = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
+_BIAS_SCHEMA = {
+    "type": "object",
+    "propertyNames": {"pattern": "^[0-9]{1,18}$"},
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+}
 _STOP_TEXT = {"type": "string", "minLength": 1}
 Stop = Annotated[
-    Annotated[Text, Tag("~one")] | Annotated[list[Text], Tag("~texts")],
+    Annotated[Text, Tag("~one")] | Annotated[list[Text], Field(fail_fast=True), Tag("~texts")],
     Discriminator(lambda value: "~texts" if isinstance(value, list) else "~one"),
     WithJsonSchema({"anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": 16}]}),
 ]
@@ -129,6 +137,8 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     """Send the token counts in a last event."""
+    continuous_usage_stats: bool | None = None
+    """With include_usage, send the counts so far in every event too (an extension; load generators ask for it)."""
     include_obfuscation: Literal[False] | None = None
 
 
@@ -149,9 +159,48 @@ class TextPart(Body):
 
 
 Content = Annotated[
-    Annotated[Text, Tag("~one")] | Annotated[Annotated[list[TextPart], Field(min_length=1)], Tag("~texts")],
+    Annotated[Text, Tag("~one")] | Annotated[Annotated[list[TextPart], Field(min_length=1, fail_fast=True)], Tag("~texts")],
     Discriminator(lambda value: "~texts" if isinstance(value, list) else "~one"),
 ]
+
+
+_DEEPEST = 100  # levels of a JSON value that goes on to others, whose readers end at 128 or so
+
+
+def _as_json(value: Any) -> Any:
+    """Refuse what Python's reader of JSON takes and those behind it do not: NaN, half of a surrogate pair, and any depth."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [item for outer in level for item in _items(outer)]
+    if level:
+        raise _too_deep()
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("it must not have half of a surrogate pair") from None
+    except ValueError:
+        raise ValueError("it must not have numbers that are not finite") from None
+    return value
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"it must not be nested more than {_DEEPEST} levels deep")
+
+
+def _as_arguments(text: str) -> str:
+    """Arguments are JSON in a text. Where they are none at all, the encoder says so."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError:
+        return text
+    _as_json(value)
+    return text
 
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -161,7 +210,7 @@ class CalledFunction(Body):
     """What an earlier answer called; arguments: a JSON object as text."""
 
     name: Text
-    arguments: Text
+    arguments: Annotated[Text, AfterValidator(_as_arguments)]
 
 
 class Called(Body):
@@ -178,7 +227,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     """Required but for an assistant's message with tool_calls."""
-    tool_calls: list[Called] | None = None
+    tool_calls: Annotated[list[Called], Field(fail_fast=True)] | None = None
     tool_call_id: Text | None = None
     """The call that a message of the role tool answers."""
 
@@ -201,7 +250,8 @@ class Message(Body):
         return message
 
 
-JsonSchema = Annotated[dict[str, Any], WithJsonSchema({"type": "object"})]
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+JsonSchema = Annotated[dict[str, Any], AfterValidator(_as_json), WithJsonSchema({"type": "object"})]
 
 
 class Function(Body):
@@ -288,7 +338,7 @@ class TokenizeBody(ModelBody):
     """The body of POST /tokenize: prompt or messages."""
 
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     """To a prompt, as a completion does; true where unset."""
     add_generation_prompt: bool | None = None
@@ -300,7 +350,7 @@ class TokenizeBody(ModelBody):
 class DetokenizeBody(ModelBody):
     """The body of POST /detokenize."""
 
-    tokens: list[int]
+    tokens: Annotated[list[Id], Field(fail_fast=True)]
 
 
 class GenerationBody(ModelBody):
@@ -326,7 +376,7 @@ class GenerationBody(ModelBody):
     min_p: Share | None = None
     """Draw from tokens with at least this share of the likeliest one's probability."""
     repetition_penalty: Repetition | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[Id], Field(fail_fast=True)] | None = None
     """Ids that end the answer as the end-of-sequence token does."""
     min_tokens: MaxTokens | None = None
     """Neither a token nor a stop string ends the answer before so many tokens."""
@@ -373,7 +423,7 @@ class CompletionBody(GenerationBody):
 class ChatBody(GenerationBody):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_tokens: ChatTokens | None = None
     max_completion_tokens: ChatTokens | None = None
     """The newer name of max_tokens."""
@@ -382,7 +432,7 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0, "maximum": 20})] | None = None
     """With logprobs, those of so many likeliest tokens in its place."""
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     """`auto` where there are tools, `none` where there are none."""
     parallel_tool_calls: bool | None = None
@@ -437,7 +487,7 @@ def read_completion(raw: bytes, model: str) -> Call:
     prompts: Sequence[Any] = body.prompt if _form(body.prompt) in ("~texts", "~lists") else [body.prompt]
     answer = CompletionAnswer(model, logprobs=logprobs is not None, trace=_trace(body))
     job = Job(answer.id, params, prompts=prompts, stream=bool(body.stream), echo=echo, trace=_trace(body), method=_method(body))
-    return Call(job, answer, _include_usage(body))
+    return Call(job, answer, *_usage(body))
 
 
 def read_chat(raw: bytes, model: str) -> Call:
@@ -470,7 +520,7 @@ def read_chat(raw: bytes, model: str) -> Call:
     params = _params(body, limit, fields, logprobs=body.top_logprobs or 0 if body.logprobs else None, grammar=grammar)
     messages = [message.plain(f"messages.{i}") for i, message in enumerate(body.messages)]
     job = Job(answer.id, params, messages=messages, stream=bool(body.stream), tools=use, trace=_trace(body), method=_method(body))
-    return Call(job, answer, _include_usage(body), fields)
+    return Call(job, answer, *_usage(body), fields)
 
 
 def read_tokenize(raw: bytes, model: str) -> TokenizeJob:
@@ -500,7 +550,10 @@ def _grammar(body: ChatBody) -> str | None:
         )
     if wanted.json_schema and wanted.json_schema.schema_ is None:
         raise _refused("response_format.json_schema.schema", "response_format.json_schema.schema is required")
-    return wanted.grammar()
+    try:
+        return wanted.grammar()
+    except ValueError as error:  # such as a number that its reader does not take
+        raise _refused("response_format.json_schema.schema", f"the schema cannot be followed: {error}") from None
 
 
 def _trace(body: GenerationBody) -> bool:
@@ -603,5 +656,12 @@ def _params(body: GenerationBody, max_tokens: int | None, fields: Mapping[str, s
         raise _refused(fields.get(error.field or "", error.field or ""), error.message, error.code) from None
 
 
-def _include_usage(body: GenerationBody) -> bool:
-    return body.stream_options is not None and bool(body.stream_options.include_usage)
+def _usage(body: GenerationBody) -> tuple[bool, bool]:
+    """Return whether a stream has the token counts at its end, and in every event."""
+    options = body.stream_options or StreamOptions()
+    if options.continuous_usage_stats and not options.include_usage:
+        raise _refused(
+            "stream_options.continuous_usage_stats",
+            "stream_options.continuous_usage_stats is true and include_usage is not; it is for streams with usage only",
+        )
+    return bool(options.include_usage), bool(options.continuous_usage_stats)

@@ -58,11 +58,16 @@ class Simulation:
         self.cache: dict[int, int] = {}
         self.live: dict[int, Sequence] = {}
         self.expected: dict[int, list[int]] = {}
+        self.told: dict[int, list[int]] = {}
         self.count = 0
         self.steps = 0
 
-    def add(self, prompt: list[int], limit: int, seed: int = 0) -> Sequence:
-        sequence = Sequence(self.count, f"request-{self.count}", list(prompt), limit, 0.0, seed)
+    def add(self, prompt: list[int], limit: int, seed: int = 0, tells: bool = False, speculates: bool = True) -> Sequence:
+        count = 2 if tells else None
+        sequence = Sequence(
+            self.count, f"request-{self.count}", list(prompt), limit, 0.0, seed, prompt_logprobs=count, speculates=speculates
+        )
+        self.told[sequence.id] = []
         self.count += 1
         self.scheduler.add(sequence)
         self.live[sequence.id] = sequence
@@ -73,7 +78,8 @@ class Simulation:
         """A prompt of few words, so that many share a beginning."""
         prompt = [self.rng.choice((1, 2))] * self.rng.randrange(1, 10) + [self.rng.randrange(1, 4) for _ in range(self.rng.randrange(12))]
         capacity = self.pool.blocks * SIZE + 1
-        self.add(prompt[: capacity - 1], self.rng.randint(min(len(prompt), capacity - 1) + 1, capacity), self.rng.randrange(3))
+        limit = self.rng.randint(min(len(prompt), capacity - 1) + 1, capacity)
+        self.add(prompt[: capacity - 1], limit, self.rng.randrange(3), self.rng.random() < 0.3, self.rng.random() < 0.8)
 
     def abort(self, sequence: Sequence) -> None:
         assert self.scheduler.abort(sequence.request_id) == [sequence]
@@ -94,7 +100,12 @@ class Simulation:
         rows = len(part.tokens) + part.room
         assert rows
         assert part.start == sequence.full
-        assert part.room == 0 or len(part.tokens) == 1
+        assert part.room == 0 or (len(part.tokens) == 1 and sequence.speculates)
+        if part.told:
+            first = part.start + part.told.first + 1
+            assert first + len(part.told.tokens) <= part.start + len(part.tokens) + 1, "only what the rows can tell"
+            assert list(part.told.tokens) == sequence.tokens[first : first + len(part.told.tokens)]
+            self.told[part.id] += part.told.tokens
         assert len(part.blocks) * SIZE >= part.start + rows
         slots = [part.blocks[position // SIZE] * SIZE + position % SIZE for position in range(part.start + rows)]
         self.cache.update(zip(slots[part.start :], part.tokens, strict=False))
@@ -115,6 +126,7 @@ class Simulation:
         self.scheduler.update(part.id, new, finished)
         if finished:
             assert sequence.tokens == self.expected[part.id]
+            assert self.told[part.id] == ([] if sequence.prompt_logprobs is None else sequence.tokens[1 : sequence.prompt_len])
             assert sequence.status is Status.FINISHED
             del self.live[part.id]
 

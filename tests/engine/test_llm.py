@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hispec_ray import LLM, FinishReason, RequestError, SamplingParams
+from hispec_ray import LLM, FinishReason, RequestError, SamplingParams, grammar
 from hispec_ray.core.plan import Rows
 from hispec_ray.request import choice_seed
+from hispec_ray.speculation.grammar import Walk
 
 
 @pytest.fixture
@@ -261,6 +264,124 @@ def test_logprobs_are_the_models_own_with_speculation_and_without(shaped: dict[s
         assert told.logprob == pytest.approx(float(row[token]), abs=1e-4)
         assert [id for id, _ in told.top] == row.topk(3).indices.tolist()
         assert [value for _, value in told.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+
+
+def test_the_prompts_logprobs_are_the_models_own_however_it_is_read(tiny_llm: Any) -> None:
+    """In chunks, from the prefix cache, after a preemption, guessed or not; once each, and with the text that comes without them."""
+    prompts = [[(7 * i * i + seed) % 290 + 3 for i in range(length)] for seed, length in enumerate((1, 2, 16, 17, 60, 45))]
+    asked = params(temperature=0.0, max_tokens=20, prompt_logprobs=2)
+    reference = None
+    for method, rows, blocks in (("plain", 512, 60), ("hispec", 7, 60), ("single", 1, 60), ("hispec", 50, 11)):
+        llm = tiny_llm("float32", method, 5, 7 if method == "hispec" else None, 3, 5, blocks=blocks, max_batch_rows=rows)
+        texts = [one.choices[0].token_ids for one in llm.generate(prompts, params(temperature=0.0, max_tokens=20))]
+        for _ in range(2):  # the second time every prompt is in the cache
+            choices = [one.choices[0] for one in llm.generate(prompts, asked)]
+            assert [choice.token_ids for choice in choices] == texts
+            found = [choice.prompt_logprobs for choice in choices]
+            reference = reference or found
+            assert found == reference
+            assert_clean(llm)
+    assert llm.engine.scheduler.preemptions > 0
+    assert reference
+    assert [len(told) for told in reference] == [len(prompt) - 1 for prompt in prompts]
+    decoder = llm.engine.executor.shard.decoder
+    tokens, places = np.array(prompts[4]), np.arange(60)
+    rows_ = Rows(tokens, places, np.zeros_like(places), np.arange(decoder.blocks)[None], places, places)
+    layers = decoder.architecture.layers
+    law = decoder.logits(layers, decoder.run(0, layers, decoder.embed(rows_), rows_)).log_softmax(dim=1)
+    for row, token, told in zip(law, prompts[4][1:], reference[4], strict=False):
+        assert told.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        assert [id for id, _ in told.top] == row.topk(2).indices.tolist()
+
+
+def test_a_prompt_is_told_where_no_token_is_asked_for(llm: LLM) -> None:
+    asked = params(max_tokens=0, prompt_logprobs=0)
+    for prompt, count in (([5], 0), ([5, 6], 1), (list(range(5, 50)), 44)):
+        (choice,) = llm.generate(prompt, asked)[0].choices
+        assert (len(choice.prompt_logprobs), choice.token_ids, choice.text) == (count, [], "")
+        assert choice.finish_reason is FinishReason.LENGTH
+    assert_clean(llm)
+
+
+ANSWER = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "minimum": 0, "maximum": 10**6},
+        "b": {"enum": ["x", "yes"]},
+        "c": {"type": "array", "maxItems": 3},
+    },
+    "required": ["a", "b", "c"],
+    "additionalProperties": False,
+}
+ANSWER["properties"]["c"]["items"] = {"type": "boolean"}  # type: ignore[index]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("more", [{}, {"presence_penalty": 1.0, "top_k": 3, "logit_bias": {34: 5.0}}], ids=["alone", "shaped"])
+def test_an_answer_follows_its_grammar_with_speculation_and_without(temperature: float, more: dict[str, Any], tiny_llm: Any) -> None:
+    """Beside one that has none, preempted or not; a random model would never write any of it."""
+    prompts = ["the cat", "a dog and", "one two three"]
+    bound = params(temperature=temperature, seed=5, max_tokens=60, ignore_eos=False, grammar=grammar.json_schema(ANSWER), **more)
+    asked = [params(temperature=temperature, seed=5, max_tokens=60), bound, bound]
+    answers = []
+    for method, draft, check, blocks in (("plain", 1, 2, 60), ("hispec", 5, 7, 60), ("hispec", 1, 2, 9), ("single", 6, None, 60)):
+        llm = tiny_llm("float32", method, draft, check, 3, 5, blocks=blocks, branches=2)
+        answers.append([one.choices[0].token_ids for one in llm.generate(prompts, asked)])
+        assert_clean(llm)
+    assert all(other == answers[0] for other in answers[1:])
+    for prompt in prompts[1:]:
+        (choice,) = llm.generate(prompt, bound)[0].choices
+        assert choice.finish_reason is FinishReason.STOP
+        said = json.loads(choice.text)
+        assert list(said) == ["a", "b", "c"]
+        assert said["b"] in ("x", "yes")
+        assert choice.stopped_by == choice.token_ids[-1]
+
+
+def test_an_end_of_the_grammar_is_the_answers(llm: LLM) -> None:
+    (choice,) = llm.generate("the cat", params(ignore_eos=False, grammar=grammar.regex("a{3}")))[0].choices
+    assert (choice.text, choice.finish_reason) == ("aaa", FinishReason.STOP)
+    (choice,) = llm.generate("the cat", params(ignore_eos=False, max_tokens=2, grammar=grammar.regex("ab{30}")))[0].choices
+    assert choice.finish_reason is FinishReason.LENGTH
+    assert_clean(llm)
+
+
+def test_a_grammar_that_cannot_be_followed_is_refused_by_name(llm: LLM) -> None:
+    for bad in (grammar.json_schema({"type": "nonsense"}), grammar.lark("start: nobody"), grammar.regex("("), "{", ""):
+        with pytest.raises(RequestError, match="the grammar cannot be followed") as refused:
+            llm.generate("the cat", params(ignore_eos=False, grammar=bad))
+        assert refused.value.field == "grammar"
+    for values in ({"ignore_eos": True}, {"ignore_eos": False, "min_tokens": 1}):
+        with pytest.raises(RequestError, match="where a grammar says how the answer ends"):
+            params(grammar=grammar.regex("a"), **values)
+    assert_clean(llm)
+
+
+def test_a_grammar_beyond_its_limits_ends_its_own_answer_only(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = Walk.allowed
+
+    def at_a_limit(self: Walk, guesses: Sequence[int]) -> Any:
+        self.failed = self.failed or len(guesses) > 2
+        return allowed(self, guesses)
+
+    monkeypatch.setattr(Walk, "allowed", at_a_limit)
+    beyond = params(ignore_eos=False, grammar=grammar.regex("a{50}"))
+    alone = llm.generate("a dog", params())[0].choices[0].token_ids
+    other, ended = (one.choices[0] for one in llm.generate(["a dog", "the cat"], [params(), beyond]))
+    assert other.token_ids == alone
+    assert ended.finish_reason is FinishReason.ERROR
+    assert_clean(llm)
+
+
+def test_a_request_may_be_decoded_plainly(llm: LLM) -> None:
+    def rows() -> int:
+        return sum(counts.rows for counts in llm.engine.counts[:-1])
+
+    first = llm.generate("the cat", params())[0].choices[0]
+    assert set(first.levels) != {"full"}
+    plain = llm.generate("the cat", params(speculate=False))[0].choices[0]
+    assert plain.token_ids == first.token_ids
+    assert set(plain.levels) == {"full"}
 
 
 def test_logprobs_end_where_the_text_ends(llm: LLM) -> None:

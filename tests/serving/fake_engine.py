@@ -40,8 +40,9 @@ class FakeTokenizer:
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
         return list(map(chr, ids))
 
-    def convert_tokens_to_ids(self, token: str) -> int | None:
-        return ord(token) if len(token) == 1 else None
+    def convert_tokens_to_ids(self, token: str) -> int:
+        """The end-of-sequence token stands for what is not known, as in the default model."""
+        return ord(token) if len(token) == 1 else 0
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """llguidance's name; the end-of-sequence token is 0."""

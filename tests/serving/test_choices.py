@@ -126,6 +126,15 @@ def test_a_call_that_the_limit_cut_is_no_reason_of_its_own() -> None:
     assert (found.text, found.reason) == ("a <tool", "stop")
 
 
+def test_what_gathers_of_a_call_is_one_part() -> None:
+    choice = ChoiceWriter(0, calls=(HERMES, ToolUse(())))
+    for text in ('<tool_call>\n{"name": "f', '", "arguments": {"a"', ": 1", "}}\n</tool_call>"):
+        choice.add(TokenDelta("a", text, [1], ["full"]))
+    gathered = choice.take()
+    assert gathered is not None
+    assert [(part.number, part.name, part.arguments) for part in gathered.calls] == [(0, "f", '{"a": 1}')]
+
+
 def test_who_chose_a_token_is_told_where_it_is_asked_for() -> None:
     deltas = (delta("a"), delta("b", reason=FinishReason.STOP))
     assert joined(taken(writer(trace=True), *deltas)).levels == ((ord("a"), "full"), (ord("b"), "full"))

@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from hispec_ray.config import Settings
 from hispec_ray.request import EngineDeadError, FinishReason, GenerationRequest, TokenDelta
-from hispec_ray.serving.answers import Delta, Item, Started
+from hispec_ray.serving.answers import Delta, Item, Started, usage
 from hispec_ray.serving.coordinator import Coordinator
 from hispec_ray.serving.ingress import RemoteCoordinator, create_app
 from hispec_ray.serving.keys import Keys
@@ -32,12 +32,14 @@ def app(engine: FakeEngine) -> Any:
     return create_app(Coordinator(Settings(), load=lambda settings: engine), MODEL, LIMIT)
 
 
-def send(method: str, path: str, body: Any = None, engine: FakeEngine | None = None, over: Any = None) -> httpx.Response:
+def send(
+    method: str, path: str, body: Any = None, engine: FakeEngine | None = None, over: Any = None, headers: Any = None
+) -> httpx.Response:
     async def request() -> httpx.Response:
         transport = httpx.ASGITransport(over or app(engine or FakeEngine()), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-            return await client.request(method, path, content=content)
+            return await client.request(method, path, content=content, headers=headers)
 
     return asyncio.run(request())
 
@@ -122,6 +124,14 @@ def test_usage_comes_last_where_it_is_asked_for(ask: Any) -> None:
     assert last["choices"] == []
     assert last["usage"] == {"prompt_tokens": 2, "completion_tokens": 12, "total_tokens": 14}
     assert all(chunk["choices"] and chunk["usage"] is None for chunk in chunks)
+
+
+@pytest.mark.parametrize("ask", [complete, chat])
+def test_every_event_has_the_counts_so_far_where_they_are_asked_for(ask: Any) -> None:
+    *chunks, last = events(ask(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}))
+    expected = [5, 7, 12] if ask is complete else [5, 5, 7, 12, 12]
+    assert [chunk["usage"] for chunk in chunks] == [usage(2, tokens) for tokens in expected]
+    assert last["usage"] == usage(2, 12)
 
 
 def test_a_step_without_text_is_no_event_but_is_counted() -> None:
@@ -336,6 +346,7 @@ def test_a_chat_that_calls_a_tool() -> None:
     (choice,) = chat(used, tools=[TOOL], tool_choice="required").json()["choices"]
     assert used.tokenizer.tools == [TOOL]
     assert "add" in used.grammars[0]
+    assert 'call: "<tool_call>"' in used.grammars[0]  # a text, for this tokenizer has no such token
     assert used.requests[0].params.grammar == used.grammars[0]
     (call,) = choice["message"].pop("tool_calls")
     assert choice == {
@@ -362,17 +373,45 @@ def test_a_grammar_that_cannot_be_followed_is_named_by_its_field() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_grammar_beyond_its_limits_ends_the_answer_with_an_error(stream: bool) -> None:
+@pytest.mark.parametrize("after", ["nothing", "something"])
+def test_a_grammar_beyond_its_limits_ends_the_answer_with_an_error(stream: bool, after: str) -> None:
     class Beyond(FakeEngine):
         def answer(self, request: GenerationRequest) -> list[TokenDelta]:
-            return [TokenDelta(request.id, "{", [1], ["full"]), TokenDelta(request.id, finish_reason=FinishReason.ERROR)]
+            said = [TokenDelta(request.id, "{", [1], ["full"])] if after == "something" else []
+            return [*said, TokenDelta(request.id, finish_reason=FinishReason.ERROR)]
 
     response = chat(Beyond(), stream=stream)
-    if stream:
+    if stream and after == "something":
         last = json.loads(response.text.strip().split("\n\n")[-1].removeprefix("data: "))
-        assert last["error"]["code"] == "grammar_too_complex"
+        assert (last["error"]["param"], last["error"]["code"]) == ("response_format", "grammar_too_complex")
     else:
-        assert_error(response, 500, None, "grammar_too_complex")
+        assert_error(response, 400, "response_format", "grammar_too_complex")
+
+
+TOOLS = [{"type": "function", "function": {"name": f"{'a' * 50}{number}"}} for number in range(40)]
+WIDE: Any = ["x" * 9]
+for _ in range(2):
+    WIDE = [WIDE] * 6
+
+
+@pytest.mark.parametrize(
+    ("status", "path", "fields"),
+    [
+        (404, "/v1/" + "x" * 5000, {}),
+        (404, "/v1/completions", COMPLETION | {"model": "x" * 5000}),
+        (400, "/v1/completions", COMPLETION | {"x" * 5000: 1}),
+        (400, "/v1/completions", COMPLETION | {"temperature": WIDE}),
+        (400, "/v1/completions", COMPLETION | {"logit_bias": {"9" * 5000: "a"}}),
+        (400, "/v1/chat/completions", CHAT | {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}),
+        (400, "/v1/chat/completions", CHAT | {"tools": TOOLS * 2}),
+        (400, "/v1/chat/completions", CHAT | {"messages": [CHAT["messages"][0] | {"x" * 5000: 1}]}),
+    ],
+)
+def test_an_error_is_short_whatever_a_client_sent(status: int, path: str, fields: Any) -> None:
+    response = send("POST", path, fields)
+    assert response.status_code == status
+    assert 0 < len(response.json()["error"]["message"]) < 1000
+    assert len(response.json()["error"]["param"] or "") < 1000
 
 
 def test_tokens() -> None:
@@ -425,13 +464,69 @@ def test_health() -> None:
     assert_error(send("GET", "/health", engine=dead), 503)
 
 
+def document(keys: Keys | None = None) -> Any:
+    written = create_app(Coordinator(Settings(), load=lambda settings: FakeEngine()), MODEL, LIMIT, keys)
+    headers = {"Authorization": "Bearer one"} if keys else None
+    response = send("GET", "/openapi.json", over=written, headers=headers)
+    assert response.status_code == 200
+    return response.json()
+
+
+def references(value: Any) -> set[str]:
+    if isinstance(value, dict):
+        return {value["$ref"]} if isinstance(value.get("$ref"), str) else set().union(*map(references, value.values()))
+    return set().union(*map(references, value)) if isinstance(value, list) else set()
+
+
 def test_the_openapi_document_has_the_bodies() -> None:
-    document = send("GET", "/openapi.json").json()
+    written = document()
     for path, name in (("/v1/completions", "CompletionBody"), ("/v1/chat/completions", "ChatBody")):
-        schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        schema = written["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert schema == {"$ref": f"#/components/schemas/{name}"}
-        assert "temperature" in document["components"]["schemas"][name]["properties"]
-    assert "#/$defs" not in json.dumps(document)
+        assert "temperature" in written["components"]["schemas"][name]["properties"]
+        assert written["components"]["schemas"][name]["properties"]["model"]["enum"] == [MODEL]
+    for reference in references(written):
+        place = written
+        for step in reference.removeprefix("#/").split("/"):
+            place = place[step]
+
+
+def test_the_openapi_document_has_the_answers_and_the_errors() -> None:
+    written = document()
+    operations = {path: operation for path, methods in written["paths"].items() for operation in methods.values()}
+    for path, operation in operations.items():
+        answers = operation["responses"]
+        assert answers["200"]["content"]["application/json"]["schema"]["$ref"].startswith("#/components/schemas/")
+        assert ("text/event-stream" in answers["200"]["content"]) == path.endswith("/completions")
+        assert {"200", "401", "404", "405", "500"} <= answers.keys()
+        assert all(answer == {"$ref": f"#/components/responses/{status}"} for status, answer in answers.items() if status != "200")
+    assert {"400", "413", "429", "503"} < operations["/v1/completions"]["responses"].keys()
+    for answer in written["components"]["responses"].values():
+        assert answer["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorBody"}
+
+
+def test_the_openapi_document_says_where_a_key_is_needed() -> None:
+    guarded, open_to_all = document(Keys(["one"])), document()
+    assert guarded["security"] == [{"key": []}]
+    assert [path for path, methods in guarded["paths"].items() if methods.get("get", {}).get("security") == []] == ["/health"]
+    assert "security" not in open_to_all
+
+
+def test_a_client_that_goes_away_within_its_body_is_no_failure_of_the_server() -> None:
+    engine = FakeEngine()
+    messages = [{"type": "http.request", "body": b'{"model"', "more_body": True}, {"type": "http.disconnect"}]
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    async def collect(message: Any) -> None:
+        sent.append(message)
+
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    asyncio.run(app(engine)(scope, receive, collect))
+    assert sent[0]["status"] == 400
+    assert not engine.requests
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from hispec_ray.engine.tools import Tool, ToolUse
 from hispec_ray.grammar import json_object, json_schema
@@ -14,6 +15,9 @@ from hispec_ray.serving.protocol import (
     Call,
     ChatBody,
     CompletionBody,
+    DetokenizeBody,
+    ModelBody,
+    TokenizeBody,
     TokenizeJob,
     read_chat,
     read_completion,
@@ -138,7 +142,11 @@ def test_a_field_whose_name_is_no_text_is_refused() -> None:
 
 
 def test_stream_options_are_for_streams() -> None:
-    for options, param in (({"include_usage": 1}, "stream_options.include_usage"), ({"x": 1}, "stream_options.x")):
+    for options, param in (
+        ({"include_usage": 1}, "stream_options.include_usage"),
+        ({"continuous_usage_stats": True}, "stream_options.continuous_usage_stats"),
+        ({"x": 1}, "stream_options.x"),
+    ):
         with pytest.raises(RequestFailed) as refused:
             completion(stream=True, stream_options=options)
         assert (refused.value.failure.status, refused.value.failure.param) == (400, param)
@@ -260,6 +268,69 @@ def test_a_bad_response_format_is_refused_by_its_place(param: str, value: Any) -
     with pytest.raises(RequestFailed) as refused:
         chat(response_format=value)
     assert (refused.value.failure.status, refused.value.failure.param) == (400, param)
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "rule"),
+    [
+        (NAN, "finite"), (-float("inf"), "finite"), ("\ud83d", "surrogate"), ({"\ud83d": 1}, "surrogate"), (nested(101), "100 levels"),
+        (nested(500), "100 levels"),
+    ],
+)  # fmt: skip
+def test_json_that_goes_on_to_others_is_refused_where_they_could_not_read_it(value: Any, rule: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"const": value}}}]
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": value}}}
+    called = {"role": "assistant", "tool_calls": [CALLED | {"function": {"name": "f", "arguments": json.dumps({"a": value})}}]}
+    for fields, param in (
+        ({"tools": tools}, "tools.function.parameters"),
+        ({"tools": tools, "tool_choice": "none"}, "tools.function.parameters"),
+        ({"response_format": wanted}, "response_format.json_schema.schema"),
+        ({"messages": [called]}, "messages.0.tool_calls.0.function.arguments"),
+    ):
+        with pytest.raises(RequestFailed, match=rule) as refused:
+            chat(**fields)
+        assert (refused.value.failure.status, refused.value.failure.param) == (400, param)
+
+
+def test_arguments_of_any_depth_are_refused_and_those_that_are_no_json_left_to_the_template() -> None:
+    deep = '{"a":' * 5000 + "1" + "}" * 5000
+    with pytest.raises(RequestFailed, match="100 levels"):
+        chat(messages=[{"role": "assistant", "tool_calls": [CALLED | {"function": {"name": "f", "arguments": deep}}]}])
+    for text in ("", "{", "5", '{"a": ' + "9" * 5000 + "}"):
+        call = chat(messages=[{"role": "assistant", "tool_calls": [CALLED | {"function": {"name": "f", "arguments": text}}]}])
+        assert call.job.messages[0]["tool_calls"][0]["function"]["arguments"] == text
+
+
+def test_a_schema_with_a_number_that_nobody_can_read_is_refused() -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": 10**400}}}
+    with pytest.raises(RequestFailed, match="cannot be followed") as refused:
+        chat(response_format=wanted)
+    assert (refused.value.failure.status, refused.value.failure.param) == (400, "response_format.json_schema.schema")
+
+
+@pytest.mark.parametrize(
+    ("body", "fields"),
+    [
+        *((CompletionBody, COMPLETION | {"prompt": prompt}) for prompt in ([1, "a", "a"], ["a", 1, 1], [[1], [], []], [[1, "a", "a"]])),
+        *((CompletionBody, COMPLETION | {name: ["a", [], []]}) for name in ("stop", "stop_token_ids")),
+        *((ChatBody, CHAT | {name: [5, 5]}) for name in ("messages", "tools")),
+        (ChatBody, {"model": "M", "messages": [{"role": "user", "content": [5, 5]}]}),
+        (ChatBody, {"model": "M", "messages": [{"role": "assistant", "tool_calls": [5, 5]}]}),
+        (TokenizeBody, CHAT | {"messages": [5, 5]}),
+        (DetokenizeBody, {"model": "M", "tokens": ["a", "a"]}),
+    ],
+)
+def test_of_a_list_only_the_first_bad_item_is_looked_at(body: type[ModelBody], fields: Any) -> None:
+    with pytest.raises(ValidationError) as invalid:
+        body.model_validate(fields)
+    assert invalid.value.error_count() == 1
 
 
 def test_a_response_format_becomes_a_grammar() -> None:

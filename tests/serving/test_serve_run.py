@@ -6,104 +6,12 @@ Takes about 40 seconds, half of them for Ray and the model to start.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-import yaml
-
-ROOT = Path(__file__).parents[2]
-MODEL = "smollm2-135m-instruct"
-START_S = 180
-COUNTING = "1, 2, 3, 4, 5,"
-QUESTION = [{"role": "user", "content": "What is 2+2? Answer with one number."}]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The deployment file's server on a free port, in fp32, with a small cache; its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    deployment = yaml.safe_load((ROOT / "deployments" / "hispec.yaml").read_text())
-    deployment["http_options"] = {"host": "127.0.0.1", "port": port}
-    args = deployment["applications"][0]["args"]
-    args["model"] |= {"dtype": "float32", "max_model_len": 2048}
-    args["cache"] = {"blocks": 256}
-    file = tmp_path_factory.mktemp("deployment") / "hispec.yaml"
-    file.write_text(yaml.safe_dump(deployment))
-    ray_folder = tempfile.mkdtemp(prefix="hispec-", dir="/tmp")  # of its own, so that no other cluster is joined; short, for its sockets
-    log = (file.parent / "log").open("w+")
-    serve = subprocess.Popen(
-        [Path(sys.executable).with_name("serve"), "run", file],
-        cwd=ROOT,
-        env={**os.environ, "RAY_TMPDIR": ray_folder, "RAY_USAGE_STATS_ENABLED": "0"},
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_for(lambda: is_well(url) or serve.poll() is not None, START_S, lambda: Path(log.name).read_text()[-4000:])
-        yield url
-    finally:
-        serve.send_signal(signal.SIGINT)
-        try:
-            serve.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(serve.pid, signal.SIGKILL)
-        log.close()
-        shutil.rmtree(ray_folder, ignore_errors=True)
-
-
-def is_well(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=10).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def wait_for(reached: Any, most_s: float, why: Any) -> None:
-    end = time.monotonic() + most_s
-    while not reached():
-        if time.monotonic() > end:
-            raise AssertionError(f"not reached in {most_s} seconds: {why()}")
-        time.sleep(0.05)
-
-
-def ask(url: str, path: str = "/v1/completions", **fields: Any) -> Any:
-    response = httpx.post(f"{url}{path}", json={"model": MODEL, "temperature": 0} | fields, timeout=60)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def stream(url: str, path: str = "/v1/completions", **fields: Any) -> list[Any]:
-    """The stream's events, which must end with one [DONE]."""
-    body = {"model": MODEL, "temperature": 0, "stream": True} | fields
-    response = httpx.post(f"{url}{path}", json=body, timeout=60)
-    assert response.status_code == 200, response.text
-    data = [event.removeprefix("data: ") for event in response.text.split("\n\n") if event]
-    assert data.pop() == "[DONE]"
-    return [json.loads(event) for event in data]
-
-
-def pieces(events: list[Any]) -> list[str]:
-    return [c["text"] if "text" in c else c["delta"].get("content", "") for event in events for c in event["choices"]]
-
-
-def reasons(events: list[Any]) -> list[str]:
-    return [choice["finish_reason"] for event in events for choice in event["choices"] if choice["finish_reason"]]
+from live import COUNTING, MODEL, QUESTION, ask, pieces, reasons, stream, wait_for
 
 
 def test_a_stop_string_across_tokens(server: str) -> None:
@@ -157,6 +65,97 @@ def test_no_tokens_and_one(server: str) -> None:
     assert (none["choices"][0]["text"], none["choices"][0]["finish_reason"], none["usage"]["completion_tokens"]) == ("", "length", 0)
     one = ask(server, prompt=COUNTING, max_tokens=1)
     assert (one["choices"][0]["text"], one["usage"]["completion_tokens"]) == (" ", 1)
+
+
+def test_an_echoed_prompt(server: str) -> None:
+    prompt = "The capital of France is"
+    body = ask(server, prompt=prompt, max_tokens=0, echo=True, logprobs=1)
+    choice = body["choices"][0]
+    assert (choice["text"], choice["finish_reason"], body["usage"]["completion_tokens"]) == (prompt, "length", 0)
+    assert "".join(choice["logprobs"]["tokens"]) == prompt
+    assert len(choice["logprobs"]["token_logprobs"]) == body["usage"]["prompt_tokens"] == 5
+    assert choice["logprobs"]["token_logprobs"][0] is None
+    assert ask(server, prompt=prompt, max_tokens=4, echo=True)["choices"][0]["text"].startswith(f"{prompt} ")
+
+
+LOGPROBS = [-0.114, -0.051, -0.127, -0.053, -0.044, -0.046, -0.037, -0.008, -0.053, -0.049, -0.006, -0.202, -0.108, -0.005, -0.005, -0.549]
+PLAIN = {"method": "plain"}
+
+
+def test_log_probabilities_under_speculation(server: str) -> None:
+    fields: dict[str, Any] = {"prompt": COUNTING, "max_tokens": 16, "logprobs": 5}
+    guessed, plain = (ask(server, hispec=how, **fields)["choices"][0] for how in ({"trace": True}, PLAIN))
+    assert {"lookup", "full"} <= set(guessed.pop("hispec")["levels"])
+    assert guessed == plain, "to the bit"
+    assert guessed["text"] == " 6, 7, 8, 9, 10,"
+    assert guessed["logprobs"]["token_logprobs"] == pytest.approx(LOGPROBS, abs=0.02)
+    assert all(len(top) >= 5 for top in guessed["logprobs"]["top_logprobs"])
+    assert [guessed["text"][at] for at in guessed["logprobs"]["text_offset"]] == [token[0] for token in guessed["logprobs"]["tokens"]]
+    cut = ask(server, stop=["8, 9"], **fields)["choices"][0]
+    assert cut["text"] == "".join(cut["logprobs"]["tokens"]) == " 6, 7, "
+    events = stream(server, **fields)
+    for name, values in guessed["logprobs"].items():
+        assert [value for event in events for value in event["choices"][0]["logprobs"][name]] == values
+
+
+def test_log_probabilities_of_a_chat(server: str) -> None:
+    fields: dict[str, Any] = {"path": "/v1/chat/completions", "messages": QUESTION, "max_tokens": 40, "logprobs": True, "top_logprobs": 2}
+    (choice,) = ask(server, **fields)["choices"]
+    content = choice["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == choice["message"]["content"] == "The answer is 4."
+    assert all(len(entry["top_logprobs"]) == 2 for entry in content)
+    parts = [event["choices"][0]["logprobs"] for event in stream(server, **fields)]
+    assert [entry for part in parts if part for entry in part["content"]] == content
+
+
+OPTIONAL = (
+    "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "stop", "seed", "stream", "stream_options", "logprobs", "logit_bias",
+    "user",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "min_tokens", "ignore_eos", "hispec",
+)  # fmt: skip
+
+
+def test_null_is_absence(server: str) -> None:
+    given: dict[str, Any] = {"seed": 3, "max_tokens": 8}
+    completion, chat = {"prompt": "Once"}, {"path": "/v1/chat/completions", "messages": QUESTION}
+    for fields, more in ((completion, ("echo", "suffix", "best_of")), (chat, ("tools", "tool_choice", "response_format", "top_logprobs"))):
+        nulls = dict.fromkeys((*OPTIONAL, *more)) | given | {"temperature": 0}
+        assert ask(server, **nulls, **fields)["choices"] == ask(server, **given, **fields)["choices"]
+
+
+SHAPED: list[dict[str, Any]] = [
+    {"top_p": 0.8, "temperature": 0.9}, {"top_k": 5, "min_p": 0.05, "temperature": 1.2},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"repetition_penalty": 1.3, "temperature": 0.7}, {"logit_bias": {"28": -100, "29": 3}}, {"min_tokens": 12, "stop_token_ids": [28, 216]},
+    {"n": 3, "temperature": 1.0, "stop": ["e", "\n"]}, {"ignore_eos": True, "max_tokens": 40},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPED, ids="-".join)
+def test_every_parameter_gives_the_same_answer_with_speculation_and_without(server: str, shape: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {"prompt": COUNTING, "max_tokens": 24, "seed": 11, **shape}
+    guessed, plain = (ask(server, hispec=how, **fields) for how in (None, PLAIN))
+    assert (guessed["choices"], guessed["usage"]) == (plain["choices"], plain["usage"])
+    events = stream(server, **fields)
+    texts = ["".join(c["text"] for e in events for c in e["choices"] if c["index"] == i) for i in range(shape.get("n", 1))]
+    assert texts == [choice["text"] for choice in plain["choices"]]
+
+
+def test_an_answer_that_follows_a_schema(server: str) -> None:
+    person = {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 120}}
+    schema = {"type": "object", "properties": person, "required": ["name", "age"], "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": schema}}
+    said = [{"role": "user", "content": "Describe a person."}]
+    for temperature in (0, 1.0):
+        fields: dict[str, Any] = {"messages": said, "response_format": wanted, "temperature": temperature, "seed": 5, "max_tokens": 80}
+        guessed, plain = (ask(server, "/v1/chat/completions", hispec=how, **fields)["choices"][0] for how in (None, PLAIN))
+        assert guessed == plain
+        assert guessed["finish_reason"] == "stop"
+        assert json.loads(guessed["message"]["content"]).keys() == {"name", "age"}
+        assert "".join(pieces(stream(server, "/v1/chat/completions", **fields))) == guessed["message"]["content"]
+    strange = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object", "not": {}}}}
+    response = httpx.post(f"{server}/v1/chat/completions", json={"model": MODEL, "messages": said, "response_format": strange})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "response_format")
 
 
 def test_several_choices(server: str) -> None:

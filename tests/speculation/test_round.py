@@ -86,10 +86,13 @@ def guessed_by(hierarchy: str, guesser: str) -> tuple[tuple[Level, ...], LookupD
     return HIERARCHIES[hierarchy][0 if drafts else 1 :], LookupDrafter() if looks_up else None
 
 
-@pytest.mark.parametrize("share", [SELDOM, OFTEN])
+FOUR = [("single, 3 drafts", OFTEN), ("hispec, 2 drafts, window 4", OFTEN), ("hispec, 4 drafts, window 6", SELDOM), ("four levels", SELDOM)]
+"""Hierarchies, each with how often its exits agree."""
+
+
 @pytest.mark.parametrize("doubt", DOUBTS)
 @pytest.mark.parametrize("guesser", GUESSERS)
-@pytest.mark.parametrize("hierarchy", ["single, 3 drafts", "hispec, 2 drafts, window 4", "hispec, 4 drafts, window 6", "four levels"])
+@pytest.mark.parametrize(("hierarchy", "share"), FOUR)
 def test_same_tokens_whoever_guesses_and_however_sure(hierarchy: str, guesser: str, doubt: str, share: float) -> None:
     """Lookups, second candidates and early looks change no token, and every row is run once for a token that survives."""
     levels, drafter = guessed_by(hierarchy, guesser)
@@ -106,7 +109,7 @@ def test_same_tokens_whoever_guesses_and_however_sure(hierarchy: str, guesser: s
 
 @pytest.mark.parametrize("doubt", ["sure", "stops", "many branches"])
 @pytest.mark.parametrize("guesser", GUESSERS)
-@pytest.mark.parametrize("hierarchy", ["single, 3 drafts", "hispec, 2 drafts, window 4", "hispec, 4 drafts, window 6", "four levels"])
+@pytest.mark.parametrize("hierarchy", [hierarchy for hierarchy, _ in FOUR])
 def test_a_row_that_passes_an_exit_goes_through_its_layer_once(hierarchy: str, guesser: str, doubt: str) -> None:
     """Whoever runs it: a draft, a deeper level, a prompt's chunk. The exit reads it there, and its own layers are what it costs more."""
     looks_up, drafts = GUESSERS[guesser]
@@ -128,10 +131,9 @@ def test_a_row_that_passes_an_exit_goes_through_its_layer_once(hierarchy: str, g
         assert sum(count.layers for count in guessing) == (levels[0].depth + 1) * sum(count.passes for count in guessing)
 
 
-@pytest.mark.parametrize("share", [SELDOM, OFTEN])
 @pytest.mark.parametrize("doubt", ["sure", "many branches"])
 @pytest.mark.parametrize("guesser", GUESSERS)
-@pytest.mark.parametrize("hierarchy", ["single, 3 drafts", "hispec, 2 drafts, window 4", "hispec, 4 drafts, window 6", "four levels"])
+@pytest.mark.parametrize(("hierarchy", "share"), FOUR)
 def test_the_pace_changes_no_token(hierarchy: str, guesser: str, doubt: str, share: float) -> None:
     """Passes take times by the dice, so that the pace opens and closes windows and sends lookups straight to the full depth."""
     levels, drafter = guessed_by(hierarchy, guesser)

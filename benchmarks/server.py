@@ -1,0 +1,126 @@
+"""`serve run` for a benchmark: the default deployment with other settings, on a free port, in a Ray cluster of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parent.parent
+START_S = 180
+STOP_S = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that runs. pid: of `serve run`, whose descendants are all of Ray's processes."""
+
+    host: str
+    port: int
+    pid: int
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+def deployment() -> dict[str, Any]:
+    """Return the default deployment file."""
+    content: dict[str, Any] = yaml.safe_load((ROOT / "deployments" / "hispec.yaml").read_text())
+    return content
+
+
+def settings(changes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the default deployment's settings with some changed. changes: group, key, value; None leaves a key as it was."""
+    found: dict[str, Any] = deployment()["applications"][0].get("args", {})
+    for group, values in changes.items():
+        found[group] = found.get(group, {}) | {key: value for key, value in values.items() if value is not None}
+    return found
+
+
+@contextlib.contextmanager
+def running(applications: Mapping[str, Mapping[str, Any]]) -> Iterator[Server]:
+    """Run the default deployment once for each route prefix, with these settings, until the block is left.
+
+    They share a proxy; those that nobody asks cost nothing but memory. Raises RuntimeError when one does not come up.
+    """
+    content = deployment()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        host, port = free.getsockname()
+    content["http_options"] = content.get("http_options", {}) | {"host": host, "port": port, "keep_alive_timeout_s": 600}
+    one = content["applications"][0]
+    for options in one["deployments"]:  # so that one core is enough to start them
+        options["ray_actor_options"]["num_cpus"] /= len(applications)
+    content["applications"] = [
+        copy.deepcopy(one) | {"name": f"{one['name']}{number}", "route_prefix": prefix, "args": dict(arguments)}
+        for number, (prefix, arguments) in enumerate(applications.items())
+    ]
+    # A short path, for its sockets, and none that another cluster uses: `serve run` would join it.
+    folder = Path(tempfile.mkdtemp(prefix="hispec-", dir="/tmp"))
+    path = folder / "deployment.yaml"
+    path.write_text(yaml.safe_dump(content))
+    with (folder / "log").open("w+") as log:
+        process = subprocess.Popen(
+            [Path(sys.executable).with_name("serve"), "run", path],
+            cwd=ROOT,
+            env={**os.environ, "RAY_TMPDIR": str(folder), "RAY_USAGE_STATS_ENABLED": "0"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            server = Server(host, port, process.pid)
+            for prefix in applications:
+                _await_health(f"{server.url}{prefix.rstrip('/')}/health", process, Path(log.name))
+            yield server
+        finally:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
+            _end_session(process.pid)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _await_health(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError), urllib.request.urlopen(url, timeout=5):
+            return
+        time.sleep(0.5)
+    raise RuntimeError(f"the server did not come up:\n{log.read_text()[-3000:]}")
+
+
+def _end_session(session: int) -> None:
+    """Wait for the processes of a session, all of Ray's, to end; they write to its folder until then. Kill those that stay."""
+    deadline = time.monotonic() + 10
+    while (left := _in_session(session)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _in_session(session: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, _, _, of, *_ = path.read_text().rpartition(")")[2].split()
+            if int(of) == session and state != "Z":
+                found.append(int(path.parent.name))
+    return found

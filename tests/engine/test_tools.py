@@ -1,0 +1,176 @@
+"""Promises of tool calls: a grammar lets through exactly the calls that a request allows, and the reader finds them in the text again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+from hispec_ray.engine.tools import HERMES, LLAMA, CallReader, Tool, ToolFormat, ToolUse, for_template, format_of, grammar_for
+from hispec_ray.model.weights import ModelSource
+from hispec_ray.request import RequestError
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}, "unit": {"enum": ["C", "F"]}}, "required": ["city"]}
+CITY["additionalProperties"] = False
+SUM = {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"], "additionalProperties": False}
+WEATHER, ADD = Tool("get_weather", CITY, {}), Tool("add", SUM, {})
+Follows = Callable[[str, ToolFormat, ToolUse], bool]
+
+
+@pytest.fixture(scope="module")
+def follows(default_source: ModelSource) -> Follows:
+    """Whether a whole answer is one that the grammar allows."""
+    tokenizer = default_source.tokenizer()
+
+    def follow(text: str, written: ToolFormat, use: ToolUse) -> bool:
+        matcher = LLMatcher(default_source.byte_tokenizer(), grammar_for(use, written, lambda text: False))
+        assert not matcher.is_error(), matcher.get_error()
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    return follow
+
+
+def call(written: ToolFormat, name: str, arguments: str) -> str:
+    return f"{written.begin}{name}{written.middle}{arguments}{written.end}"
+
+
+def right(written: ToolFormat) -> str:
+    return call(written, "get_weather", '{"city": "Rome }\\" {", "unit": "C"}')
+
+
+ADDING = call(HERMES, "add", '{"a": 1}')
+FORMATS = pytest.mark.parametrize("written", [HERMES, LLAMA], ids=lambda written: written.name)
+
+
+@FORMATS
+def test_what_a_tool_choice_allows(written: ToolFormat, follows: Follows) -> None:
+    free, forced = ToolUse((WEATHER, ADD)), ToolUse((WEATHER, ADD), required=True)
+    named = ToolUse((WEATHER,), required=True, several=False, named=True)
+    adding = call(written, "add", '{"a": 1}')
+    for text, allowed in (
+        ("It is warm.", (True, False, False)),
+        (right(written), (True, True, True)),
+        (adding, (True, True, False)),
+        (right(written).replace("city", "town"), (False, False, False)),
+        (right(written).replace('"C"', '"K"'), (False, False, False)),
+        (right(written).replace("get_weather", "get_news"), (False, False, False)),
+    ):
+        assert tuple(follows(text, written, use) for use in (free, forced, named)) == allowed, text
+
+
+def test_several_calls_are_allowed_where_they_may_be(follows: Follows) -> None:
+    both = f"{right(HERMES)}\n{ADDING}"
+    for required in (False, True):
+        assert follows(both, HERMES, ToolUse((WEATHER, ADD), required))
+        assert not follows(both, HERMES, ToolUse((WEATHER, ADD), required, several=False))
+        assert follows(right(HERMES), HERMES, ToolUse((WEATHER, ADD), required, several=False))
+    assert follows(f"Let me see. {both}\nThere.", HERMES, ToolUse((WEATHER, ADD)))
+    assert not follows(f"Let me see. {both}", HERMES, ToolUse((WEATHER, ADD), required=True))
+
+
+def test_a_tool_without_parameters_takes_any_object(follows: Follows) -> None:
+    use = ToolUse((Tool("now", {}, {}),), required=True)
+    assert follows(call(HERMES, "now", "{}"), HERMES, use)
+    assert follows(call(HERMES, "now", '{"a": [1]}'), HERMES, use)
+    assert not follows(call(HERMES, "now", "[]"), HERMES, use)
+
+
+def test_text_that_only_looks_like_a_call_is_text(follows: Follows) -> None:
+    for text in ("a { b < c", "<tool_ call>", "1 < 2", ""):
+        assert follows(text, HERMES, ToolUse((WEATHER,)))
+        assert read(HERMES, text, 1) == (text, [])
+    assert not follows("<tool_call> of the wild", HERMES, ToolUse((WEATHER,)))
+
+
+def read(written: ToolFormat, text: str, size: int) -> tuple[str, list[tuple[str, str]]]:
+    """The text, and each call's name and arguments, read in pieces of `size` characters."""
+    reader = CallReader(written)
+    shown, calls, ids = "", list[tuple[str, str]](), set[str]()
+    for at in range(0, len(text), size):
+        more, parts = reader.feed(text[at : at + size])
+        shown += more
+        for part in parts:
+            if part.id is not None:
+                assert part.index == len(calls)
+                calls.append((part.name or "", ""))
+                ids.add(part.id)
+            name, arguments = calls[part.index]
+            calls[part.index] = (name, arguments + part.arguments)
+    assert len(ids) == len(calls) == reader.calls
+    return shown + reader.finish(), calls
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@FORMATS
+def test_calls_come_back_as_they_were_written(written: ToolFormat, size: int) -> None:
+    arguments = '{"city": "Rome }\\" {", "unit": "C"}'
+    assert read(written, right(written), size) == ("", [("get_weather", arguments)])
+    assert read(written, "It is warm.", size) == ("It is warm.", [])
+    assert json.loads(read(written, right(written), size)[1][0][1])["city"] == 'Rome }" {'
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_blanks_between_calls_are_no_text(size: int) -> None:
+    text = f"Let me see.\n{right(HERMES)}\n{ADDING}\n"
+    shown, calls = read(HERMES, text, size)
+    assert shown == "Let me see.\n"
+    assert [name for name, _ in calls] == ["get_weather", "add"]
+    assert read(HERMES, f"{text}Done.", size)[0] == "Let me see.\n\nDone."
+
+
+@pytest.mark.parametrize("cut", range(0, 60, 7))
+@FORMATS
+def test_a_call_that_is_cut_leaves_what_there_was(written: ToolFormat, cut: int) -> None:
+    text = right(written)[:cut]
+    shown, calls = read(written, text, 3)
+    whole = written.begin + (calls[0][0] + written.middle + calls[0][1] if calls else "")
+    assert shown == (text if len(text) < len(written.begin) else "")
+    assert not calls or whole.startswith(text) or text.startswith(whole)
+
+
+def test_a_special_token_begins_a_call_where_the_model_has_one() -> None:
+    free, forced = (grammar_for(ToolUse((ADD,), required), HERMES, lambda text: text == "<tool_call>") for required in (False, True))
+    assert "TEXT <tool_call> body" in free.replace("(body_0)", "body")
+    assert '"<tool_call>"' not in free + forced
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "knows no tools"),
+        ("{{ messages }}", "knows no tools"),
+        ("{{ tools }}", "does not know"),
+        ("{{ tools }}<tool_call><function=", "not know"),
+    ],
+)
+def test_a_template_without_a_known_format_is_refused(template: str | None, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as refused:
+        format_of(template)
+    assert refused.value.field == "tools"
+
+
+def test_the_templates_of_known_families_are_known() -> None:
+    assert format_of("{%- if tools %}within <tool_call></tool_call> XML tags") is HERMES
+    assert format_of('{%- if tools is not none %}{{ \'{"name": function name, "parameters": ...\' }}<|python_tag|>') is LLAMA
+
+
+def test_a_templates_arguments_are_objects() -> None:
+    said: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": ' {"a": 1}'}}],
+        },
+    ]
+    found = for_template(said)
+    assert found[0] == said[0]
+    assert found[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    said[1]["tool_calls"][0]["function"]["arguments"] = "1"
+    with pytest.raises(RequestError, match="must be a JSON object") as refused:
+        for_template(said)
+    assert refused.value.field == "messages.1"
