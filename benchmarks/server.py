@@ -17,7 +17,8 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import yaml
 
@@ -75,6 +76,7 @@ def running(applications: Mapping[str, Mapping[str, Any]]) -> Iterator[Server]:
     folder = Path(tempfile.mkdtemp(prefix="hispec-", dir="/tmp"))
     path = folder / "deployment.yaml"
     path.write_text(yaml.safe_dump(content))
+    before = signal.signal(signal.SIGTERM, _leave)
     with (folder / "log").open("w+") as log:
         process = subprocess.Popen(
             [Path(sys.executable).with_name("serve"), "run", path],
@@ -95,6 +97,12 @@ def running(applications: Mapping[str, Mapping[str, Any]]) -> Iterator[Server]:
                 process.wait(STOP_S)
             _end_session(process.pid)
             shutil.rmtree(folder, ignore_errors=True)
+            signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, _: FrameType | None) -> NoReturn:
+    """End as Ctrl-C does, so that the server is not left behind."""
+    sys.exit(128 + number)
 
 
 def _await_health(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -11,7 +11,6 @@ for pool in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from model.tiny import make_checkpoint, make_gguf
+from shared import MakeLLM, Run, settings_of
 
 from hispec_ray import LLM, Settings
 from hispec_ray.cli import main
@@ -34,9 +34,6 @@ from hispec_ray.speculation.grammar import Grammars
 from hispec_ray.training.output import write_heads
 
 torch.set_num_threads(1)
-
-MakeLLM = Callable[..., LLM]
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="session")
@@ -118,35 +115,6 @@ class SharedExecutor:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         return self._round.run(plan)
-
-
-def settings_of(
-    model: dict[str, Any],
-    method: str = "plain",
-    draft: int | None = None,
-    check: int | None = None,
-    draft_tokens: int = 2,
-    window: int = 4,
-    *,
-    blocks: int = 200,
-    block_size: int = 16,
-    prefix_caching: bool = True,
-    pace: str = "fixed",
-    heads: Path | None = None,
-    branches: int = 0,
-    **scheduler: int,
-) -> Settings:
-    speculation = {
-        "method": method,
-        "exits": {"draft": draft, "check": check, "heads": heads and str(heads)},
-        "draft_tokens": draft_tokens,
-        "window": window,
-        "pace": pace,
-        "branches": branches,
-        "branch_below": 2.0 if branches else 0.0,
-    }
-    cache = {"blocks": blocks, "block_size": block_size, "prefix_caching": prefix_caching}
-    return Settings.model_validate({"model": model, "speculation": speculation, "cache": cache, "scheduler": scheduler})
 
 
 @pytest.fixture

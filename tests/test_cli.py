@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from conftest import Run
+from shared import Run
 
 from hispec_ray import LLM, SamplingParams, TokenDelta
 from hispec_ray.cli import MARKS, LevelSpans

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Run
+from shared import Run
 
 from hispec_ray import LLM, SamplingParams
 from hispec_ray.config import Settings

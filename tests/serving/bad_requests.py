@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from live import COUNTING, MODEL, QUESTION
 
 MOST_BYTES = 4 * 2**20  # of a body; the server's default
-TOKENS = 3  # the most that a generated request may ask for
+TOKENS = 2  # the most that a generated request may ask for
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,16 @@ class Request:
         head = "\r\n".join([f"{self.method} {self.path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers), "", ""])
         body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(self.body), self.body) if self.chunked and self.body else self.body
         return head.encode("latin-1") + (body or b"0\r\n\r\n" * self.chunked)
+
+
+def _one(values: Sequence[Any]) -> st.SearchStrategy[Any]:
+    """One of the values. `sampled_from` would spell them all out, and some are long."""
+    return st.integers(0, len(values) - 1).map(lambda place: values[place])
+
+
+def _one_of(values: Sequence[Any]) -> st.SearchStrategy[Any]:
+    """A copy of one of the values, which may be changed further."""
+    return _one(values).map(copy.deepcopy)
 
 
 def _tool(name: str = "add", **parameters: Any) -> dict[str, Any]:
@@ -109,7 +119,7 @@ def spelled(content: Any) -> bytes:
 
 
 def _wide(depth: int) -> Any:
-    return ["x" * 9] * 6 if not depth else [_wide(depth - 1)] * 6
+    return ["x" * 9] * 6 if not depth else [_wide(depth - 1) for _ in range(6)]
 
 
 _STRANGE: list[Any] = [
@@ -126,7 +136,7 @@ _SMALL = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )
-strange: st.SearchStrategy[Any] = st.sampled_from(_STRANGE * 2).map(copy.deepcopy) | _SMALL  # copied, for it may be changed further
+strange: st.SearchStrategy[Any] = _one_of(_STRANGE) | _one_of(_STRANGE) | _SMALL
 
 
 def _tree(depth: int) -> dict[str, Any]:
@@ -167,7 +177,7 @@ _drawn_schemas = st.recursive(
     ),
     max_leaves=8,
 )
-schemas: st.SearchStrategy[Any] = st.sampled_from(_SCHEMAS) | _drawn_schemas
+schemas: st.SearchStrategy[Any] = _one_of(_SCHEMAS) | _drawn_schemas
 
 
 def _places(content: Any) -> Iterator[tuple[Any, Any]]:
@@ -188,7 +198,8 @@ def _replace(holder: Any, key: Any, draw: st.DrawFn) -> None:
 
 def _repeat(holder: Any, key: Any, draw: st.DrawFn) -> None:
     value = holder[key]
-    holder[key] = value * 3000 if isinstance(value, list) else [value] * draw(st.sampled_from([1, 2, 17, 300]))
+    times = draw(st.sampled_from([1, 2, 17, 3000]))
+    holder[key] = (value if isinstance(value, list) else [value]) * min(times, 1 + MOST_BYTES // len(spelled(value)))
 
 
 def _scale(holder: Any, key: Any, draw: st.DrawFn) -> None:
@@ -199,7 +210,7 @@ def _scale(holder: Any, key: Any, draw: st.DrawFn) -> None:
 
 def _add(holder: Any, key: Any, draw: st.DrawFn) -> None:
     if isinstance(holder, dict):
-        name = draw(st.sampled_from(_NAMES))
+        name = draw(_one_of(_NAMES))
         holder[name] = draw(strange)
     else:
         holder.append(draw(strange))
@@ -207,10 +218,10 @@ def _add(holder: Any, key: Any, draw: st.DrawFn) -> None:
 
 def _borrow(holder: Any, key: Any, draw: st.DrawFn) -> None:
     """A field of another request."""
-    _, other = draw(st.sampled_from(VALID))
+    _, other = draw(_one_of(VALID))
     name = draw(st.sampled_from(sorted(other)))
     if isinstance(holder, dict):
-        holder[name] = copy.deepcopy(other[name])
+        holder[name] = other[name]
 
 
 _CHANGES: list[Callable[[Any, Any, st.DrawFn], None]] = [_remove, _replace, _replace, _repeat, _scale, _add, _borrow]
@@ -230,21 +241,24 @@ def _bounded(path: str, content: Any) -> Any:
 @st.composite
 def broken_bodies(draw: st.DrawFn) -> Request:
     """A valid request with one to three things changed; some stay valid."""
-    path, valid = draw(st.sampled_from(VALID))
-    content = copy.deepcopy(valid)
+    path, content = draw(_one_of(VALID))
     for _ in range(draw(st.integers(1, 3))):
         places = list(_places(content))
-        if places:
-            draw(st.sampled_from(_CHANGES))(*draw(st.sampled_from(places)), draw)
+        if not places:
+            break
+        change = draw(st.sampled_from(_CHANGES))
+        change(*draw(_one(places)), draw)
+        if change is _repeat:  # what is repeated is one object: changed further, it might grow beyond measure
+            break
     return Request(path, spelled(_bounded(path, content)))
 
 
 @st.composite
 def strange_schemas(draw: st.DrawFn) -> Request:
     schema, stream = draw(schemas), draw(st.booleans())
-    wanted = {"tools": [_tool() | {"function": {"name": "f", "parameters": schema}}], "tool_choice": "required"}
-    if draw(st.booleans()):
-        wanted = {"response_format": _schema(schema)}
+    wanted = {"response_format": _schema(schema)}
+    if draw(st.integers(0, 2)) == 2:
+        wanted = {"tools": [_tool() | {"function": {"name": "f", "parameters": schema}}], "tool_choice": "required"}
     return Request("/v1/chat/completions", spelled({"model": MODEL, "messages": QUESTION, "max_tokens": TOKENS, "stream": stream} | wanted))
 
 
@@ -276,9 +290,9 @@ _BODIES = [
 def broken_bytes(draw: st.DrawFn) -> Request:
     """A body that ends too early, or has bytes in it that are none of JSON's."""
     if draw(st.booleans()):
-        request = Request(draw(st.sampled_from(VALID))[0], draw(st.sampled_from(_BODIES) | st.binary(max_size=40)))
+        request = Request(draw(_one_of(VALID))[0], draw(_one_of(_BODIES) | st.binary(max_size=40)))
     else:
-        path, content = draw(st.sampled_from(VALID))
+        path, content = draw(_one_of(VALID))
         body = spelled(content)
         place = draw(st.integers(0, len(body) - 1))
         request = Request(path, body[:place] + draw(st.sampled_from([b"", *(piece + body[place:] for piece in _NO_TEXT)])))
@@ -308,16 +322,16 @@ _METHODS = ["GET", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNEC
 @st.composite
 def odd_envelopes(draw: st.DrawFn) -> Request:
     """A request whose method, path or headers are odd."""
-    path, content = draw(st.sampled_from(VALID))
+    path, content = draw(_one_of(VALID))
     request = Request(path, spelled(content), chunked=draw(st.booleans()))
     kind = draw(st.integers(0, 4))
     if kind == 0:
-        return replace(request, method=draw(st.sampled_from(_METHODS)), path=draw(st.sampled_from([path, *_PATHS])))
+        return replace(request, method=draw(st.sampled_from(_METHODS)), path=draw(_one_of([path, *_PATHS])))
     if kind == 1:
-        return replace(request, headers=(("Content-Type", draw(st.sampled_from(_TYPES_OF_CONTENT))),))
+        return replace(request, headers=(("Content-Type", draw(_one_of(_TYPES_OF_CONTENT))),))
     if kind == 2:
         return replace(request, headers=tuple((f"X-{number}", "x") for number in range(500)))
-    return replace(request, headers=tuple(draw(st.lists(st.sampled_from(_HEADERS), min_size=1, max_size=3))))
+    return replace(request, headers=tuple(draw(st.lists(_one_of(_HEADERS), min_size=1, max_size=3))))
 
 
 _TOO_LARGE = [b" " * (MOST_BYTES + 1), b'{"prompt": "' + b"a" * MOST_BYTES + b'"}', _PLAIN_BODY + b" " * 2 * MOST_BYTES]
@@ -335,12 +349,12 @@ _NEARLY = [
 @st.composite
 def large_bodies(draw: st.DrawFn) -> Request:
     """A body over the limit, or one just below it with a million things wrong."""
-    too_large = st.builds(Request, st.sampled_from(sorted({path for path, _ in VALID})), st.sampled_from(_TOO_LARGE))
-    return replace(draw(too_large | st.sampled_from(_NEARLY)), chunked=draw(st.booleans()))
+    too_large = st.builds(Request, st.sampled_from(sorted({path for path, _ in VALID})), _one_of(_TOO_LARGE))
+    return replace(draw(too_large | _one_of(_NEARLY)), chunked=draw(st.booleans()))
 
 
 _HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-not_http = st.sampled_from(
+not_http = _one_of(
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"FOO / HTTP/1.1\r\n\r\n",
         b"get / HTTP/1.1\r\n\r\n", b"GET nothing HTTP/1.1\r\n\r\n", b"GET /\xff HTTP/1.1\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n",
@@ -360,5 +374,10 @@ not_http = st.sampled_from(
 @st.composite
 def bad_requests(draw: st.DrawFn) -> Request:
     """Mostly broken bodies; a large one in thirty."""
-    kinds = [(12, broken_bodies()), (6, strange_schemas()), (5, broken_bytes()), (5, odd_envelopes()), (1, not_http), (1, large_bodies())]
-    return draw(draw(st.sampled_from([kind for weight, kind in kinds for _ in range(weight)])))
+    kinds = [(14, broken_bodies()), (5, strange_schemas()), (6, broken_bytes()), (3, odd_envelopes()), (1, not_http), (1, large_bodies())]
+    drawn = draw(st.integers(1, sum(weight for weight, _ in kinds)))
+    for weight, kind in kinds:
+        drawn -= weight
+        if drawn <= 0:
+            return draw(kind)
+    raise AssertionError

@@ -89,9 +89,10 @@ def check(request: Request, reply: Reply) -> None:
 
 
 def bystander(place: int) -> dict[str, Any]:
-    """One of eight streams, of which every other one is greedy."""
+    """One of eight streams: every other one is greedy, the last four decode plainly."""
     prompts = [COUNTING, "Once upon a time", "The capital of France is", "def add(a, b):"]
-    return {"prompt": prompts[place % 4], "temperature": 0.9 * (place % 2), "seed": place, "max_tokens": 32, "ignore_eos": True}
+    fields = {"prompt": prompts[place % 4], "temperature": 0.9 * (place % 2), "seed": place, "max_tokens": 24, "ignore_eos": True}
+    return fields | ({"hispec": {"method": "plain"}} if place >= 4 else {})
 
 
 @contextlib.contextmanager

@@ -177,8 +177,8 @@ def test_openai_sends_results_back_and_reads_the_next_call(chats: Any) -> None:
     for form in (second.message.model_dump(), second.message.model_dump(exclude_none=True)):
         result = {"role": "tool", "tool_call_id": second.message.tool_calls[0].id, "content": [{"type": "text", "text": "8"}]}
         last = chats.create(messages=[*said, form, result], tool_choice="none", **fields | {"max_tokens": 4}).choices[0]
-        assert (last.message.tool_calls, last.finish_reason) == (None, "length")
         assert last.message.content
+        assert last.message.tool_calls is None
 
 
 def test_openai_reads_an_answer_of_a_model_class(chats: Any) -> None:
@@ -293,6 +293,7 @@ def test_langchain_binds_tools_and_sends_results_back(langchain: Any) -> None:
     assert not after.tool_calls
 
 
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # langchain's own
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_langchain_makes_an_answer_of_a_model_class(langchain: Any, method: str) -> None:
     chat = langchain().with_structured_output(City, method=method)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import settings_of
+from shared import settings_of
 
 from hispec_ray import LLM, SamplingParams, Settings
 from hispec_ray.config import SpeculationSettings

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Run
 from model.tiny import make_checkpoint
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from shared import Run
 
 from hispec_ray import LLM, SamplingParams
 from hispec_ray.commands import training as commands
