@@ -76,7 +76,7 @@ def play(stream: TextStream, token_ids: list[int]) -> tuple[list[str], bool]:
         pieces.append(stream.push(token_id))
         if stream.stopped:
             break
-    return [*pieces, stream.finish()], stream.stopped
+    return [*pieces, stream.finish()], stream.stopped is not None
 
 
 def byte_ids(data: bytes) -> list[int]:
