@@ -22,6 +22,7 @@ help:
 	@echo "make clean   remove .venv and caches"
 
 serve: env
+	@$(BIN)/hispec check deployments/hispec.yaml
 	@exec $(BIN)/serve run deployments/hispec.yaml
 
 test: lint

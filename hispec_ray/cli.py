@@ -84,6 +84,7 @@ def generate(
     threads: Annotated[int | None, _model(help="CPU threads.", show_default="every core")] = None,
     config: Annotated[Path | None, _model(help="Take the settings of a deployment file; options given here override them.")] = None,
     method: Annotated[str | None, _decoding(help="plain, single or hispec.", show_default="hispec")] = None,
+    drafter: Annotated[str | None, _decoding(help="Who guesses: exit, lookup or mixed.", show_default="exit")] = None,
     draft_exit: Annotated[int | None, _decoding(help="Layers of the draft exit.", show_default="an eighth of the depth")] = None,
     check_exit: Annotated[int | None, _decoding(help="Layers of the check exit.", show_default="a quarter of the depth")] = None,
     draft_tokens: Annotated[int | None, _decoding(help="Guesses before a deeper level looks.", show_default="2")] = None,
@@ -101,7 +102,8 @@ def generate(
         config,
         {
             "model.path": model, "model.dtype": dtype, "model.threads": threads,
-            "speculation.method": method, "speculation.exits.draft": draft_exit, "speculation.exits.check": check_exit,
+            "speculation.method": method, "speculation.drafter": drafter,
+            "speculation.exits.draft": draft_exit, "speculation.exits.check": check_exit,
             "speculation.draft_tokens": draft_tokens, "speculation.window": window,
         },
     )  # fmt: skip
@@ -112,6 +114,27 @@ def generate(
     except KeyboardInterrupt:
         print()
         raise typer.Exit(INTERRUPTED) from None
+
+
+@app.command()
+def check(file: Annotated[Path, typer.Argument(metavar="FILE", help="A deployment file, as `serve run` takes it.")]) -> None:
+    """Say what is wrong with a deployment FILE before a server is started: its settings, its model, the exits, the keys."""
+    settings = _settings(file, {})
+    from hispec_ray.engine.prompts import read_template  # noqa: PLC0415  torch takes seconds, which a mistyped setting need not wait for
+    from hispec_ray.model.weights import open_model  # noqa: PLC0415
+    from hispec_ray.serving.keys import read_keys  # noqa: PLC0415
+    from hispec_ray.shard.shard import levels_for  # noqa: PLC0415
+
+    try:
+        source = open_model(settings.model.path)
+        levels = levels_for(settings.speculation, source.architecture.layers)
+        read_keys(settings.server.api_keys_file, settings.server.api_keys_variable)
+        if settings.model.chat_template is not None:
+            read_template(settings.model.chat_template)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    depths = ", ".join(f"{level.name} {level.depth}" for level in levels)
+    print(f"{file}: {source.name}, {settings.speculation.method} ({depths} layers)")
 
 
 app.command()(training.train_exits)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import yaml
 from shared import Run
 
 from hispec_ray import LLM, SamplingParams, TokenDelta
@@ -232,3 +233,27 @@ def test_a_bad_deployment_file_is_one_line(hispec: Run, tmp_path: Path, content:
     assert (status, out) == (2, "")
     assert err.startswith("hispec: error: " + message.format(config=config))
     assert err.count("\n") == 1
+
+
+def test_a_deployment_file_is_checked_without_a_server(hispec: Run, tiny_folder: Path, tmp_path: Path) -> None:
+    def check(**changes: object) -> tuple[int, str, str]:
+        args = {"model": {"path": str(tiny_folder)}, "speculation": {"exits": {"draft": 3, "check": 6}}} | changes
+        file = tmp_path / "deployment.yaml"
+        file.write_text(yaml.safe_dump({"applications": [{"import_path": "hispec_ray.serving.app:build", "args": args}]}))
+        return hispec("check", file)
+
+    said = f"{tmp_path / 'deployment.yaml'}: {tiny_folder}, hispec (draft 3, check 6, full 8 layers)\n"
+    assert check() == (0, said, "")
+    changes: dict[str, dict[str, object]] = {
+        "the model": {"speculation": {"exits": {"draft": 3, "check": 9}}},
+        "speculation.widow is no setting": {"speculation": {"widow": 4}},
+        "nowhere": {"model": {"path": str(tmp_path / "nowhere")}},
+        "model.chat_template is": {"model": {"path": str(tiny_folder), "chat_template": str(tmp_path / "a.jinja")}},
+        "server.api_keys_file is": {"server": {"api_keys_file": str(tmp_path / "keys")}},
+    }
+    for message, change in changes.items():
+        status, out, err = check(**change)
+        assert (status, out) == (2, "")
+        assert err.startswith("hispec: error: ")
+        assert message in err
+        assert err.count("\n") == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from hispec_ray.config import Settings
 from hispec_ray.core.block_pool import BlockPool
@@ -11,6 +10,7 @@ from hispec_ray.core.plan import LevelCounts, SequenceResult
 from hispec_ray.core.scheduler import Scheduler
 from hispec_ray.core.sequence import Sequence
 from hispec_ray.engine.detokenizer import Detokenizer, TextStream
+from hispec_ray.engine.prompts import read_template
 from hispec_ray.model.weights import ModelSource, open_model
 from hispec_ray.request import FinishReason, GenerationRequest, RequestError, TokenDelta
 from hispec_ray.shard.inline import InlineExecutor
@@ -45,7 +45,7 @@ class Engine:
         self.vocabulary = architecture.vocabulary
         self.tokenizer = self.source.tokenizer()
         if settings.model.chat_template is not None:
-            self.tokenizer.chat_template = _read_template(settings.model.chat_template)
+            self.tokenizer.chat_template = read_template(settings.model.chat_template)
         self.executor: InlineExecutor = InlineExecutor(settings, self.source, like.executor if like else None)
         self.levels = self.executor.sources
         self.pool = BlockPool(self.executor.blocks, settings.cache.block_size, settings.cache.prefix_caching)
@@ -208,10 +208,3 @@ class Engine:
         levels = [self.levels[level] for level in result.levels[:kept]]
         told = result.prompt_logprobs
         return TokenDelta(answer.request.id, "".join(pieces), tokens, levels, reason, result.logprobs[:kept], told, stopped_by)
-
-
-def _read_template(path: str) -> str:
-    try:
-        return Path(path).expanduser().read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"model.chat_template is {path!r}: it cannot be read: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hispec_ray.engine.tools import for_template
@@ -62,3 +63,11 @@ class PromptEncoder:
                 field,
                 "context_length_exceeded",
             )
+
+
+def read_template(path: str) -> str:
+    """Return the text of a chat template's file. Raises ValueError where it cannot be read."""
+    try:
+        return Path(path).expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"model.chat_template is {path!r}: it cannot be read: {error}") from error
