@@ -211,7 +211,7 @@ def test_same_text_of_the_default_model(dtype: str, default_llm: Any) -> None:
     prompts = [reference.encode(text) for text in texts]
     expected = ids(reference, prompts, params)
     assert ids(reference, prompts[1:2], params[1:2]) == expected[1:2]
-    for hierarchy in DEFAULT_HIERARCHIES:
+    for hierarchy in DEFAULT_HIERARCHIES[1 :: 2 if dtype == "float32" else 1]:
         llm = default_llm(dtype, *hierarchy)
         assert ids(llm, prompts, params) == expected, hierarchy
         assert llm.engine.counts[-1].accepted < llm.engine.counts[-1].seen
