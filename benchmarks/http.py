@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import os
 import statistics
 import time
@@ -28,6 +29,7 @@ from hispec_ray import SamplingParams, Settings
 from hispec_ray.engine.async_engine import AsyncEngine
 from hispec_ray.engine.prompts import PromptEncoder
 from hispec_ray.request import GenerationRequest
+from hispec_ray.serving.rhythm import Rhythm
 
 STREAMS = 16
 PROMPT_WORDS = 45  # about 64 tokens
@@ -125,8 +127,8 @@ class Served:
 class Direct:
     """The same engine in this process, asked as the coordinator asks its own."""
 
-    def __init__(self, server: Server, engine: AsyncEngine, interval: float) -> None:
-        self._server, self._engine, self._interval = server, engine, interval
+    def __init__(self, server: Server, engine: AsyncEngine, rhythm: Rhythm) -> None:
+        self._server, self._engine, self._rhythm = server, engine, rhythm
         self._encoder = PromptEncoder(engine.tokenizer, engine.max_model_len)
         self._ids = map(str, itertools.count())
 
@@ -141,10 +143,11 @@ class Direct:
         start = time.perf_counter()
         first = 0.0
         pieces: list[str] = []
-        async for deltas in self._engine.generate([request], self._interval):
-            pieces += [delta.text for delta in deltas if delta.text]
-            if pieces:  # before that HTTP sends no event either
-                first = first or time.perf_counter()
+        with self._rhythm.stream():
+            async for deltas in self._engine.generate([request], self._rhythm.pause):
+                pieces += [delta.text for delta in deltas if delta.text]
+                if pieces:  # before that HTTP sends no event either
+                    first = first or time.perf_counter()
         return Streamed(first - start, pieces=tuple(pieces))
 
     async def together(self, texts: Sequence[str], tokens: int) -> Turn:
@@ -225,7 +228,7 @@ def first_token(runs: int, run: Callable[..., Streamed], served: Served, direct:
 def together(
     runs: int, tokens: int, run: Callable[..., Turn], sides: Mapping[str, tuple[Served, Direct]]
 ) -> dict[str, dict[str, list[Turn]]]:
-    """Return what came of the streams over HTTP and in this process, by the deployment's interval, turn by turn.
+    """Return what came of the streams over HTTP and in this process, by how often they may send, turn by turn.
 
     Raises RuntimeError where the two wrote different text: they would not have done the same work.
     """
@@ -335,11 +338,13 @@ def main() -> None:
     with servers.running(applications) as server, asyncio.Runner() as runner:
         connections = [runner.run(Connection.open(server)) for _ in range(STREAMS)]
         named = given.model.served_name or given.model.path
+        rhythms = (Rhythm(default / 1000, given.server.stream_events_per_s), Rhythm(0.0, math.inf))
+        names = ("default", "every step")
         sides = {
-            f"{interval:.0f} ms": (Served(server, connections, prefix, named), Direct(server, engine, interval / 1000))
-            for prefix, interval in zip(applications, (default, 0.0), strict=True)
+            name: (Served(server, connections, prefix, named), Direct(server, engine, rhythm))
+            for name, prefix, rhythm in zip(names, applications, rhythms, strict=True)
         }
-        firsts = first_token(3 * runs, runner.run, *sides[f"{default:.0f} ms"])
+        firsts = first_token(3 * runs, runner.run, *sides[names[0]])
         turns = together(runs, tokens, runner.run, sides)
         for connection in connections:
             connection.close()
@@ -348,7 +353,7 @@ def main() -> None:
     draw(args.out, firsts, streams)
     headline = {
         "first_token_overhead_ms": round(difference(firsts["fresh"]["http"], firsts["fresh"]["engine"]), 2),
-        "per_token_overhead_ms": round(overhead(turns[f"{default:.0f} ms"]), 3),
+        "per_token_overhead_ms": round(overhead(turns[names[0]]), 3),
     }
     details = {
         "threads": given.model.thread_count(),

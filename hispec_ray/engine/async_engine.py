@@ -103,25 +103,27 @@ class AsyncEngine:
         """Load the model (seconds). Raises ValueError when the settings do not fit it."""
         return cls(Engine(settings))
 
-    async def generate(self, requests: Sequence[GenerationRequest], interval: float = 0.0) -> AsyncIterator[list[TokenDelta]]:
+    async def generate(
+        self, requests: Sequence[GenerationRequest], pause: Callable[[], float] = lambda: 0.0
+    ) -> AsyncIterator[list[TokenDelta]]:
         """Run requests together and yield the deltas that belong to them as steps bring them, until each has its finish_reason.
 
-        interval: seconds between two yields, in which deltas gather; the first comes at once and so does an end. Infinite where
-            only ends matter.
+        pause: asked after each yield for the seconds until the next, in which deltas gather; the first comes at once and so does an
+            end. Infinite from the start where only ends matter.
         All enter or none. Leaving the iterator early aborts what is unfinished; its blocks are free within a step.
         Raises RequestError or QueueFullError before the first yield, EngineDeadError when the engine has died.
         """
         self.check_health()
         mailbox = _Mailbox()
         unfinished = {request.id for request in requests}
-        delay = interval if interval == math.inf else 0.0
+        delay = math.inf if pause() == math.inf else 0.0
         self._callers.add(mailbox)
         self._commands.put(lambda: self._enter(requests, mailbox))
         try:
             self.check_health()  # again: an engine that ended in between told its callers before this one was among them
             while unfinished:
                 deltas = await mailbox.take(delay)
-                delay = interval
+                delay = pause()
                 unfinished -= {delta.request_id for delta in deltas if delta.finish_reason is not None}
                 if deltas:
                     yield deltas

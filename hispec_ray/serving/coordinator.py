@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,7 +18,8 @@ from hispec_ray.engine.tools import ToolFormat, ToolUse, format_of, grammar_for
 from hispec_ray.request import EngineDeadError, FinishReason, GenerationRequest, QueueFullError, RequestError, TokenDelta, choices_of
 from hispec_ray.serving.answers import NOT_READY, SERVER_FAILURE, TOO_COMPLEX, Delta, Failure, Item, Started
 from hispec_ray.serving.choices import ChoiceWriter, Speller
-from hispec_ray.serving.protocol import Job, TokenizeJob
+from hispec_ray.serving.jobs import Job, TokenizeJob
+from hispec_ray.serving.rhythm import Rhythm
 
 logger = logging.getLogger("ray.serve")
 
@@ -36,7 +37,7 @@ class StreamingEngine(Protocol):
 
     def check_grammar(self, grammar: str) -> None: ...
 
-    def generate(self, requests: Sequence[GenerationRequest], interval: float) -> AsyncIterator[list[TokenDelta]]: ...
+    def generate(self, requests: Sequence[GenerationRequest], pause: Callable[[], float]) -> AsyncIterator[list[TokenDelta]]: ...
 
     def stats(self) -> dict[str, float]: ...
 
@@ -60,7 +61,7 @@ class Coordinator:
         engine = self._engine = load(settings)
         self._encoder = PromptEncoder(engine.tokenizer, engine.max_model_len)
         self._method = settings.speculation.method
-        self._interval = settings.server.stream_interval_ms / 1000
+        self._rhythm = Rhythm(settings.server.stream_interval_ms / 1000, settings.server.stream_events_per_s)
         self._most = settings.scheduler.max_queued
         self._speller: Speller | None = None
         # A long prompt takes a while to encode, a grammar to compile, and the event loop must not wait for it.
@@ -83,19 +84,21 @@ class Coordinator:
             self.engine.check_health()
             prepared = await asyncio.get_running_loop().run_in_executor(self._tokenizing, self.prepare, job)
             started = False
-            interval = self._interval if job.stream else math.inf
-            async with aclosing(self.engine.generate(prepared.requests, interval)) as steps:  # type: ignore[type-var]
-                async for deltas in steps:
-                    if any(delta.finish_reason is FinishReason.ERROR for delta in deltas):
-                        yield TOO_COMPLEX
-                        return
-                    if not started:
-                        started = True
-                        yield Started([len(prompt) for prompt in prepared.prompts])
-                    for delta in deltas:
-                        prepared.writers[delta.request_id].add(delta)
-                    if taken := prepared.take(deltas):
-                        yield taken
+            pause = self._rhythm.pause if job.stream else lambda: math.inf
+            steps = self.engine.generate(prepared.requests, pause)
+            with self._rhythm.stream() if job.stream else nullcontext():
+                async with aclosing(steps):  # type: ignore[type-var]
+                    async for deltas in steps:
+                        if any(delta.finish_reason is FinishReason.ERROR for delta in deltas):
+                            yield TOO_COMPLEX
+                            return
+                        if not started:
+                            started = True
+                            yield Started([len(prompt) for prompt in prepared.prompts])
+                        for delta in deltas:
+                            prepared.writers[delta.request_id].add(delta)
+                        if taken := prepared.take(deltas):
+                            yield taken
         except RequestError as error:
             yield Failure(400, error.message, param=error.field, code=error.code)
         except QueueFullError as error:

@@ -17,7 +17,7 @@ from openai.types.shared import ErrorObject
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from hispec_ray.serving.protocol import ChatBody, CompletionBody, DetokenizeBody, ModelBody, TokenizeBody
+from hispec_ray.serving.bodies import ChatBody, CompletionBody, DetokenizeBody, ModelBody, TokenizeBody
 
 
 class CompletionLogprobs(completion_choice.Logprobs):

@@ -24,11 +24,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hispec_ray.serving.answers import NO_KEY, NOT_READY, SERVER_FAILURE, Delta, Failure, Item, RequestFailed, Started, error, joined, usage
+from hispec_ray.serving.jobs import Job, TokenizeJob
 from hispec_ray.serving.keys import Keys
 from hispec_ray.serving.protocol import (
     Call,
-    Job,
-    TokenizeJob,
     read_chat,
     read_completion,
     read_detokenize,

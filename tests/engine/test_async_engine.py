@@ -234,7 +234,7 @@ def test_closing_tells_those_who_wait(engine: AsyncEngine, gate: Gate) -> None:
 
 def test_tokens_gather_between_two_yields_and_an_end_comes_at_once(engine: AsyncEngine, gate: Gate) -> None:
     async def two_yields() -> tuple[list[TokenDelta], list[TokenDelta]]:
-        steps = engine.generate([request("slow", max_tokens=12)], interval=PATIENCE * 100)
+        steps = engine.generate([request("slow", max_tokens=12)], pause=lambda: PATIENCE * 100)
         gate.open()
         first = await anext(steps)
         gate.open(10_000)
@@ -252,7 +252,7 @@ def test_where_only_ends_matter_nothing_comes_before_one(engine: AsyncEngine, ga
     async def ends() -> list[list[TokenDelta]]:
         gate.open(10_000)
         pair = [request("a", max_tokens=4), request("b", 7, 8, max_tokens=19)]
-        return [deltas async for deltas in engine.generate(pair, interval=math.inf)]
+        return [deltas async for deltas in engine.generate(pair, pause=lambda: math.inf)]
 
     yields = run(ends())
     assert len(yields) <= 2

@@ -80,7 +80,7 @@ class FakeEngine:
         self.running: set[str] = set()
         self.aborted: set[str] = set()
         self.closed = False
-        self.intervals: list[float] = []
+        self.pauses: list[float] = []
         self.grammars: list[str] = []
 
     def byte_tokenizer(self) -> FakeTokenizer:
@@ -103,8 +103,8 @@ class FakeEngine:
         if self.full:
             raise QueueFullError("256 requests wait already")
 
-    async def generate(self, requests: Sequence[GenerationRequest], interval: float) -> AsyncIterator[list[TokenDelta]]:
-        self.intervals.append(interval)
+    async def generate(self, requests: Sequence[GenerationRequest], pause: Callable[[], float]) -> AsyncIterator[list[TokenDelta]]:
+        self.pauses.append(pause())
         self.check_health()
         for request in requests:
             self.check(request)

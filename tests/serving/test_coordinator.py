@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import pickle
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,8 @@ from hispec_ray.config import Settings
 from hispec_ray.request import MAX_SEED, EngineDeadError, GenerationRequest, SamplingParams, TokenDelta, choice_seed
 from hispec_ray.serving.answers import NOT_READY, Delta, Failure, Item, Started
 from hispec_ray.serving.coordinator import Coordinator
-from hispec_ray.serving.protocol import Job
+from hispec_ray.serving.jobs import Job
+from hispec_ray.serving.rhythm import Rhythm
 
 
 def coordinator(engine: FakeEngine) -> Coordinator:
@@ -169,13 +171,13 @@ def test_a_stream_gathers_tokens_between_events_and_a_whole_answer_until_its_end
     streaming, whole = FakeEngine(), FakeEngine()
     items(streaming, job("a"))
     items(whole, replace(job("a"), stream=False))
-    assert (streaming.intervals, whole.intervals) == ([Settings().server.stream_interval_ms / 1000], [math.inf])
+    assert (streaming.pauses, whole.pauses) == ([Settings().server.stream_interval_ms / 1000], [math.inf])
 
 
 def test_what_gathered_for_a_choice_is_one_delta() -> None:
     class Gathering(FakeEngine):
-        async def generate(self, requests: Sequence[GenerationRequest], interval: float) -> AsyncIterator[list[TokenDelta]]:
-            gathered = [delta async for deltas in super().generate(requests, interval) for delta in deltas]
+        async def generate(self, requests: Sequence[GenerationRequest], pause: Callable[[], float]) -> AsyncIterator[list[TokenDelta]]:
+            gathered = [delta async for deltas in super().generate(requests, pause) for delta in deltas]
             yield gathered
 
     assert items(Gathering(), job("a", n=2))[1:] == [[Delta(0, "Hello, world", 12, "stop"), Delta(1, "Hello, world", 12, "stop")]]
@@ -204,3 +206,16 @@ def test_a_job_that_could_never_wait_is_refused_for_good() -> None:
     assert isinstance(full, Failure)
     assert full.status == 429
     assert isinstance(asyncio.run(collect(job("a", n=3), full=False))[0], Started)
+
+
+def test_many_streams_share_the_events_of_a_second() -> None:
+    rhythm = Rhythm(0.05, events_per_s=100)
+    with ExitStack() as streams:
+        for _ in range(5):
+            streams.enter_context(rhythm.stream())
+        assert rhythm.pause() == 0.05
+        for _ in range(11):
+            streams.enter_context(rhythm.stream())
+        assert rhythm.pause() == 0.16
+        assert Rhythm(0, events_per_s=100).pause() == 0.0
+    assert rhythm.pause() == 0.05

@@ -19,8 +19,8 @@ from hispec_ray.request import EngineDeadError, FinishReason, GenerationRequest,
 from hispec_ray.serving.answers import Delta, Item, Started, usage
 from hispec_ray.serving.coordinator import Coordinator
 from hispec_ray.serving.ingress import RemoteCoordinator, create_app
+from hispec_ray.serving.jobs import Job
 from hispec_ray.serving.keys import Keys
-from hispec_ray.serving.protocol import Job
 
 MODEL = "models/M"
 LIMIT = 10_000

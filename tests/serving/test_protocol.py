@@ -11,14 +11,10 @@ from pydantic import ValidationError
 from hispec_ray.engine.tools import Tool, ToolUse
 from hispec_ray.grammar import json_object, json_schema
 from hispec_ray.serving.answers import RequestFailed
+from hispec_ray.serving.bodies import ChatBody, CompletionBody, DetokenizeBody, ModelBody, TokenizeBody
+from hispec_ray.serving.jobs import TokenizeJob
 from hispec_ray.serving.protocol import (
     Call,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    ModelBody,
-    TokenizeBody,
-    TokenizeJob,
     read_chat,
     read_completion,
     read_detokenize,
