@@ -56,12 +56,29 @@ class SequencePlan:
     told: Told | None = None
 
 
+@dataclass(slots=True)
+class Timings:
+    """What a round took, in seconds on the clock of who measured it.
+
+    passes: (number of the cost in the pace, rows, seconds of one, how many of them). asked: what a lookup took to say what it guesses.
+    """
+
+    start: float = 0.0
+    end: float = 0.0
+    asked: float = 0.0
+    passes: list[tuple[int, int, float, int]] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One round for a batch of sequences. ended: ids of those that were planned before and will not be again, or only with a history."""
+    """One round for a batch of sequences. ended: ids of those that were planned before and will not be again, or only with a history.
+
+    timings: of the round before, for the pace, where several ranks must go by the same ones; None: each by its own.
+    """
 
     sequences: tuple[SequencePlan, ...]
     ended: tuple[int, ...] = ()
+    timings: Timings | None = None
 
 
 @dataclass(slots=True)
@@ -127,6 +144,7 @@ class StepResult:
 
     sequences: list[SequenceResult]
     levels: list[LevelCounts] = field(default_factory=list)
+    timings: Timings = field(default_factory=Timings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hispec_ray.core.plan import StepPlan
+from hispec_ray.core.plan import StepPlan, Timings
 
 ALLOWANCE = 0.02
 """Share of the time of plain decoding that may be spent on rounds that do not pay."""
@@ -161,6 +161,8 @@ class Pace:
         self.segments = [Cost() for _ in windows]
         self.heads = [Cost() for _ in windows]
         self.guess = Cost()
+        self.costs = (*self.segments, *self.heads, self.guess)
+        """All of the three, by the numbers that `Timings` uses."""
         self._around = Cost()  # what lies around the passes, by sequences: of a plain round, the time between rounds with it,
         self._around_guesses = Cost()  # and of one with guesses
         self._usual = [_PRIOR] * len(self._windows)  # shares that a new sequence starts with
@@ -177,16 +179,15 @@ class Pace:
         self._gain = 1.0  # how many times plain decoding's speed lately
         self._told = 0.0  # seconds of this round's passes, and of what a lookup took
         self._asked = 0.0  # of these, the lookup's
-        self._gap = 0.0  # seconds before this round
+        self._goes_on = False  # somebody waited for this round since the last
         self._ended: float | None = None
 
-    def begin(self, plan: StepPlan, now: float) -> None:
-        """Take note of a round that starts `now` (seconds)."""
+    def begin(self, plan: StepPlan) -> None:
+        """Take note of a round that starts."""
         for id in plan.ended:
             self._habits.pop(id, None)
         decoding = [s for s in plan.sequences if s.room]
-        goes_on = any(s.id in self._habits for s in decoding)  # else nobody waited for this round since the last
-        self._gap = now - self._ended if self._ended is not None and goes_on else 0.0
+        self._goes_on = any(s.id in self._habits for s in decoding)
         self._rounds += 1
         self._plainly = self._rounds % _FORGET == 0
         self._batch = len(decoding)
@@ -325,13 +326,21 @@ class Pace:
             total += turns * (windows[1] * self.guess.of(batch) + self.segments[0].of(batch))
         return total
 
+    def learn(self, plan: StepPlan, looks: Sequence[Look], timings: Timings) -> None:
+        """Learn from a round and what it took; before the next begins."""
+        for number, rows, seconds, times in timings.passes:
+            self.timed(self.costs[number], rows, seconds, times)
+        self.asked(timings.asked)
+        self.end(plan, looks, timings.start, timings.end)
+
     def end(self, plan: StepPlan, looks: Sequence[Look], start: float, now: float) -> None:
         """Learn from a round that ran from `start` to `now` (seconds). looks: of the sequences for which somebody guessed."""
+        gap = start - self._ended if self._ended is not None and self._goes_on else 0.0
         self._ended = now
         batch = self._batch
         if not batch:
             return
-        spent = now - start + self._gap
+        spent = now - start + gap
         alone = batch == len(plan.sequences)  # no prompt was read beside: the time is decoding's
         if alone:
             around = self._around_guesses if looks else self._around

@@ -31,7 +31,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from hispec_ray.core.plan import Drafts, DraftStarts, LevelCounts, Rows, SequenceResult, StepPlan, StepResult, Told
+from hispec_ray.core.plan import Drafts, DraftStarts, LevelCounts, Rows, SequenceResult, StepPlan, StepResult, Timings, Told
 from hispec_ray.speculation.choice import Choices, Choose
 from hispec_ray.speculation.drafters import Drafter, Guess
 from hispec_ray.speculation.grammar import Grammars
@@ -134,10 +134,13 @@ class Round:
         self.sources = (*(("lookup",) if drafter else ()), *(level.name for level in levels))
         self._source = len(self.sources) - len(levels)  # of level 0
         self.peak_held_bytes = 0
+        self._timings = Timings()
+        self._played: tuple[StepPlan, list[Look]] | None = None  # the last round, until the pace has learned from it
 
     def run(self, plan: StepPlan) -> StepResult:
         """Commit at least one token for every sequence that samples, and at most `room + 1`."""
-        started = self._clock()
+        self._begin_pace(plan)
+        self._timings = Timings(start=self._clock())
         self._counts = [LevelCounts() for _ in self.sources]
         self._state = RoundState(plan, self._windows, self._doubt.branches, self._model)
         states = self._state.sequences
@@ -145,7 +148,6 @@ class Round:
         if self._drafter:
             self._drafter.begin(plan)
         if self._pace:
-            self._pace.begin(plan, started)
             for s in states:
                 self._set_pace(self._pace, s)
         self._advance(self._top, states)
@@ -159,9 +161,22 @@ class Round:
         if self._pace:
             guessed = [s for s in states if s.windows[-1] and s.plan.room]
             looks = [Look(s.plan.id, len(s.tokens) - s.first, len(s.direct), s.seen, s.kept) for s in guessed]
-            self._pace.end(plan, looks, started, self._clock())
+            self._played = plan, looks
         self.peak_held_bytes = max(self.peak_held_bytes, self._state.held_bytes)
-        return StepResult(results, self._counts)
+        self._timings.end = self._clock()
+        return StepResult(results, self._counts, self._timings)
+
+    def _begin_pace(self, plan: StepPlan) -> None:
+        """Let the pace learn from the last round, if that came to its end, before this one."""
+        if self._pace:
+            if self._played:
+                self._pace.learn(*self._played, plan.timings or self._timings)
+            self._played = None
+            self._pace.begin(plan)
+
+    def _timed(self, cost: int, rows: int, seconds: float, times: int = 1) -> None:
+        """Note what a pass took, or each of so many. cost: as the pace numbers them: segments, heads, the guess."""
+        self._timings.passes.append((cost, rows, seconds, times))
 
     def _set_pace(self, pace: Pace, s: SequenceState) -> None:
         """Choose who guesses for a sequence, and how far."""
@@ -171,7 +186,7 @@ class Round:
             most = min(self._windows[-1], s.plan.room)
             begun = self._clock()
             guesses = self._drafter.propose(s.plan.id, (), most, pace.price(self._top).least)
-            pace.asked(self._clock() - begun)
+            self._timings.asked += self._clock() - begun
             if guesses and pace.prefers(s.plan.id, [guess.chance for guess in guesses]):
                 s.direct, s.windows = guesses, (*(0 for _ in self._windows[1:]), self._windows[-1])
                 return
@@ -279,8 +294,7 @@ class Round:
         passes = max(len(guesses) for guesses in drafts.guesses)
         count.passes += passes
         count.layers += passes * self._layers[0]
-        if self._pace:
-            self._pace.timed(self._pace.guess, len(states), (self._clock() - begun) / passes, passes)
+        self._timed(2 * len(self._levels), len(states), (self._clock() - begun) / passes, passes)
 
     def _choose_guess(
         self,
@@ -354,8 +368,7 @@ class Round:
             if s.plan.id in untouched:
                 s.logprobs = logprobs(untouched[s.plan.id][s.rows], s.tokens[s.first :], s.plan.logprobs or 0)
             at_row = end
-        if self._pace:
-            self._pace.timed(self._pace.heads[level], len(rows), self._clock() - begun)
+        self._timed(len(self._levels) + level, len(rows), self._clock() - begun)
 
     def _tell(self, s: SequenceState, told: Told, hidden: torch.Tensor, row: int) -> None:
         """Take down the log-probabilities of tokens of the prompt. row: of the plan's first token, in the hidden rows."""
@@ -453,8 +466,7 @@ class Round:
             layers = sum(self._layers[segment : last + 1])
             for one in range(segment, last + 1):
                 self._counts[one + self._source].rows += len(rows)
-                if self._pace:
-                    self._pace.timed(self._pace.segments[one], len(rows), seconds * self._layers[one] / (layers or 1))
+                self._timed(one, len(rows), seconds * self._layers[one] / (layers or 1))
             self._counts[level + self._source].layers += layers
             segment, depth = last + 1, end
         self._counts[level + self._source].passes += 1
