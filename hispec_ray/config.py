@@ -107,7 +107,7 @@ class ServerSettings(Group):
     """Larger request bodies are refused with 413."""
     stream_interval_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 50.0
     """Time between two events of a stream, in which tokens gather; the first and the last come at once. 0 sends every step's tokens."""
-    stream_events_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 100.0
+    stream_events_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """Most events of all streams of a replica together: among many streams each waits longer than stream_interval_ms. An event costs
     about 1.5 ms of CPU time over all processes, whatever it carries."""
 

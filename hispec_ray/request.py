@@ -79,6 +79,11 @@ class Shape:
     grammar: str | None = None
 
     @property
+    def filters(self) -> bool:
+        """Whether it takes the whole row of logits to know which tokens may be drawn."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
+
+    @property
     def counts(self) -> bool:
         """Whether it depends on how often tokens were said before."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)

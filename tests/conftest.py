@@ -26,8 +26,10 @@ from hispec_ray.config import DEFAULT_MODEL
 from hispec_ray.core.plan import StepPlan, StepResult
 from hispec_ray.model.decoder import Decoder
 from hispec_ray.model.heads import Card, ExitWeights, Heads, head_tensors
+from hispec_ray.model.layout import layer_layout
 from hispec_ray.model.native_decoder import NativeDecoder
-from hispec_ray.model.weights import ModelSource, convert_gguf, layer_layout, open_model
+from hispec_ray.model.parallel import whole
+from hispec_ray.model.weights import ModelSource, convert_gguf, open_model
 from hispec_ray.shard.shard import drafter_for, levels_for, round_for
 from hispec_ray.speculation.choice import choose_native
 from hispec_ray.speculation.grammar import Grammars
@@ -54,7 +56,7 @@ def block_heads(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     weights, generator = source.weights(torch.float32), torch.Generator().manual_seed(5)
     exits = {}
     for depth in range(1, source.architecture.layers):
-        block = {name: weights[f"layers.{depth}.{name}"] for name in layer_layout(source.architecture)}
+        block = {name: weights[f"layers.{depth}.{name}"] for name in layer_layout(source.architecture, whole(source.architecture))}
         changed = {name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator) for name, tensor in block.items()}
         exits[depth] = ExitWeights(block=changed)
     path = tmp_path_factory.mktemp("blocks") / "exits.safetensors"

@@ -52,7 +52,13 @@ class Decoder(Protocol):
         """
 
     def vocabulary(self, depth: int) -> torch.Tensor | None:
-        """Return the ids that the exit's logits stand for, int64[V'] ascending on the CPU, None where they are 0 .. V - 1."""
+        """Return the ids that the exit's logits stand for, int64[V'] ascending on the CPU, None where they are 0 .. V - 1.
+
+        Where several ranks share the vocabulary, those of this rank's columns.
+        """
+
+    def whole(self, depth: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the logits of all ranks' columns, in order of the ids, for this rank's at `depth`, and the vocabulary of those."""
 
     def copy_slots(self, source: IntArray, target: IntArray) -> None:
         """Copy keys and values of slots int64[N] to other slots, in all layers."""
@@ -97,7 +103,7 @@ def draft_by_passes(decoder: Any, choose: ChooseGuess, depth: int, starts: Draft
         if own is not None:
             hidden = decoder.run(own, own + 1, hidden, rows)
         chosen = choose(decoder.logits(depth, hidden), still, guesses, (positions + 1).tolist(), decoder.vocabulary(depth))
-        for s, guess, second, gap in zip(still, *chosen, strict=True):
+        for s, guess, second, gap in zip(still, chosen.ids, chosen.seconds, chosen.gaps, strict=True):
             guesses[s].append(guess)
             seconds[s].append(second)
             gaps[s].append(gap)

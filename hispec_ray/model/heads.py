@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +17,8 @@ from torch import nn
 
 from hispec_ray.config import Group
 from hispec_ray.model.architecture import Architecture
-from hispec_ray.model.weights import layer_layout
+from hispec_ray.model.layout import layer_layout
+from hispec_ray.model.parallel import Collective, Piece, gather_columns, whole
 
 Kind = Literal["linear", "mlp", "block"]
 
@@ -92,6 +93,49 @@ class Heads:
     vocabulary: torch.Tensor | None = None
 
 
+class Columns:
+    """Which ids the columns of a rank's logits stand for: all of its own, or at trained exits those of a reduced vocabulary.
+
+    of_exits: this rank's of the reduced vocabulary, int64 ascending; None where the exits score every id.
+    """
+
+    def __init__(self, piece: Piece, heads: Heads | None) -> None:
+        reduced = None if heads is None else heads.vocabulary
+        parts = [torch.arange(ids.start, ids.stop) for ids in piece.vocabularies]
+        kept = None
+        if reduced is not None:
+            kept = [part[torch.isin(part, reduced)] for part in parts]
+            # a rank that none fall to scores one: every rank then has a best
+            kept = [found if len(found) else part[:1] for found, part in zip(kept, parts, strict=True)]
+        self.of_exits = None if kept is None else kept[piece.rank]
+        self._full = None if len(parts) == 1 else parts
+        self._exits = kept or self._full
+        self._rank = piece.rank
+
+    def vocabulary(self, *, trained: bool) -> torch.Tensor | None:
+        """Return the ids of this rank's columns, int64 ascending on the CPU, None where they are 0 .. V - 1. trained: at a trained exit."""
+        parts = self._exits if trained else self._full
+        return None if parts is None else parts[self._rank]
+
+    def whole(self, logits: torch.Tensor, collective: Collective, *, trained: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return all ranks' columns for this rank's `[R, *]`, and their ids as `vocabulary` does."""
+        parts = self._exits if trained else self._full
+        if parts is None or len(parts) == 1:
+            return logits, self.vocabulary(trained=trained)
+        all_columns = gather_columns(collective, logits, [len(part) for part in parts])
+        return all_columns, torch.cat(list(parts)) if trained and self.of_exits is not None else None
+
+
+def piece_of_heads(heads: Heads, architecture: Architecture, piece: Piece) -> Heads:
+    """Return the heads with each block cut as the piece's layers are."""
+    cuts = layer_layout(architecture, piece)
+    exits = {
+        depth: replace(exit, block=None if exit.block is None else {name: cuts[name].of(exit.block[name]) for name in cuts})
+        for depth, exit in heads.exits.items()
+    }
+    return Heads(exits, heads.vocabulary)
+
+
 def exit_layers(heads: Heads | None, layers: int) -> dict[int, int]:
     """Number the layers that exits below the full depth have to themselves, on from the model's: the layer, by the exit's depth."""
     depths = [depth for depth, exit in heads.exits.items() if exit.block is not None and depth < layers] if heads else []
@@ -138,7 +182,7 @@ def load_heads(path: Path, fingerprint: str, *, needed: Sequence[int], architect
 
 def _read_block(path: Path, tensors: Mapping[str, torch.Tensor], depth: int, architecture: Architecture) -> dict[str, torch.Tensor]:
     block: dict[str, torch.Tensor] = {}
-    for name, parts in layer_layout(architecture).items():
+    for name, parts in layer_layout(architecture, whole(architecture)).items():
         stored = f"exits.{depth}.block.{name}"
         if stored not in tensors:
             raise _refused(path, f"it has no {stored}; expected one of shape {list(parts.shape)}")
@@ -174,7 +218,7 @@ def head_tensors(heads: Heads, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 def block_weights(layer: nn.Module, architecture: Architecture) -> ExitWeights:
     """Return a transformers layer of the model's family as a decoder wants an exit's block."""
-    stored, wanted = layer.state_dict(), layer_layout(architecture)
+    stored, wanted = layer.state_dict(), layer_layout(architecture, whole(architecture))
     return ExitWeights(block={name: torch.cat([stored[part] for part in parts.names]) for name, parts in wanted.items()})
 
 

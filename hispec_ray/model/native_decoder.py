@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,16 @@ import torch
 
 from hispec_ray.core.plan import Drafts, DraftStarts, IntArray, Rows
 from hispec_ray.model.architecture import Architecture, rope_tables
-from hispec_ray.model.decoder import ChooseGuess, draft_by_passes
-from hispec_ray.model.heads import ExitWeights, Heads, exit_layers
+from hispec_ray.model.decoder import ChooseGuess, by_rule, draft_by_passes
+from hispec_ray.model.heads import Columns, ExitWeights, Heads, exit_layers
+from hispec_ray.model.parallel import ALONE, Collective, Piece, whole
 from hispec_ray.native import library
 
 _pointer, _int64, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+_SUM = ctypes.CFUNCTYPE(None, _pointer, _int64)
+_NO_SUM = _SUM()
 
 
 class _Norm(ctypes.Structure):
@@ -38,9 +44,10 @@ class _Layer(ctypes.Structure):
 class _Model(ctypes.Structure):
     _fields_ = (
         *((name, _int64) for name in ("width", "heads", "kv_heads", "head_size", "padded_head", "intermediate", "block_size", "threads")),
-        *((name, _int64) for name in ("layer_norm", "bf16_weights")),
+        *((name, _int64) for name in ("layer_norm", "bf16_weights", "keeps")),
         *((name, _float) for name in ("norm_eps", "scale")),
         *((name, _pointer) for name in ("cosines", "sines")),
+        ("sum", _SUM),
     )
 
 
@@ -52,7 +59,11 @@ class _Rows(ctypes.Structure):
 
 
 class _Embedding(ctypes.Structure):
-    _fields_ = (("tied", _Matrix), *((name, _pointer) for name in ("table", "positions")), ("offset", _int64))
+    _fields_ = (
+        ("tied", _Matrix),
+        *((name, _pointer) for name in ("table", "positions")),
+        *((name, _int64) for name in ("offset", "first", "count")),
+    )
 
 
 class _Network(ctypes.Structure):
@@ -85,8 +96,9 @@ def _padded(head_dim: int) -> int:
 class NativeDecoder:
     """See `Decoder`. Hidden rows are fp32 whatever the weights' dtype; keys and values have the weights' dtype.
 
-    weights: canonical tensors (see `hispec_ray.model.weights`); emptied while they are packed, so that the model is
-        never in memory twice.
+    weights: canonical tensors (see `hispec_ray.model.layout`) of the piece; emptied while they are packed, so that the model is
+        never in memory twice. piece, collective: this process's part and the other ranks of its stage; all of the model where not given.
+    choose: the choice rule over all ranks' columns, for `draft` where there are several.
     Raises NativeUnavailableError where the kernels cannot be built, ValueError where bfloat16 weights have an odd number of inputs.
     """
 
@@ -100,49 +112,64 @@ class NativeDecoder:
         block_size: int,
         threads: int,
         heads: Heads | None = None,
+        piece: Piece | None = None,
+        collective: Collective = ALONE,
+        choose: Callable[..., Any] | None = None,
     ) -> None:
         self.architecture = architecture
+        self._piece = piece = piece or whole(architecture)
+        self._collective = collective
+        self._choose = choose
         self.blocks = blocks
         self.block_size = block_size
         self._library = library.load()
         self._panel = int(self._library.hispec_panel())
         self._kept: list[torch.Tensor] = []  # what the native side points to
         self._scratch = torch.empty(0)
-        a = architecture
-        dtype = weights["embed.weight"].dtype
+        self._summed = torch.empty(0)  # rows that are being run
+        self._failure: Exception | None = None  # of a sum, on its way through the kernels
+        a = piece.architecture(architecture)
+        dtype = next(iter(weights.values())).dtype
         padded_head = _padded(a.head_dim)
         self.exit_layers = exit_layers(heads, a.layers)
         self.cache = self._pool(dtype)
         cosines, sines = (None, None) if a.learned_positions else rope_tables(a.config, positions)
         self._model = _Model(
             a.width, a.heads, a.kv_heads, a.head_dim, padded_head, a.intermediate, block_size, threads,
-            a.norm == "layer", dtype == torch.bfloat16, a.norm_eps, a.head_dim**-0.5, self._keep(cosines), self._keep(sines),
+            a.norm == "layer", dtype == torch.bfloat16, piece.rank == 0, a.norm_eps, a.head_dim**-0.5,
+            self._keep(cosines), self._keep(sines), self._summing(),
         )  # fmt: skip
         # scratch of a row: the layers' own, or an exit's network and norm
         self._row_floats = a.width + (2 * a.heads + 2 * a.kv_heads) * a.head_dim + 2 * a.intermediate
         position_rows = weights.pop("positions.weight", None)
-        layers = [self._layer(weights, f"layers.{i}.", i) for i in range(a.layers)]
+        layers = [self._layer(weights, a, f"layers.{i}.", at) for at, i in enumerate(piece.layers)]
         if heads is not None:
-            layers += [self._layer(dict(heads.exits[depth].block or {}), "", i) for depth, i in self.exit_layers.items()]
+            own = (dict(heads.exits[depth].block or {}) for depth in self.exit_layers)
+            layers += [self._layer(block, a, "", at) for at, block in enumerate(own, len(layers))]
         self._layers = (_Layer * len(layers))(*layers)
-        self._norm = self._norm_of(weights, "norm")
-        embedding = weights.pop("embed.weight")
+        self._norm = self._norm_of(weights, "norm") if piece.reads else _Norm()
+        embedding = weights.pop("embed.weight", None)
         head = weights.pop("head.weight", embedding)
-        packed = self._matrix(head, None)
+        packed = _Matrix() if head is None else self._matrix(head, None)
         tied = head is embedding  # its panels then serve both ends
+        ids = piece.vocabulary
         self._embedding = _Embedding(
-            packed if tied else _Matrix(), None if tied else self._keep(embedding), self._keep(position_rows), a.position_offset
-        )
+            packed if tied else _Matrix(), None if tied else self._keep(embedding), self._keep(position_rows if piece.rank == 0 else None),
+            a.position_offset, ids.start, len(ids),
+        )  # fmt: skip
         self._full = _Exit(_Network(), packed, None)
         self._exits: dict[int, _Exit] = {}
-        self._ids = None if heads is None else heads.vocabulary
-        if heads is not None:
-            smaller, ids = packed, None
-            if self._ids is not None:
-                smaller, ids = self._matrix(head[self._ids], None), self._keep(self._ids)
-            self._exits = {depth: _Exit(self._network(exit), smaller, ids) for depth, exit in heads.exits.items() if depth < a.layers}
+        self._columns = Columns(piece, heads)
+        if heads is not None and head is not None:
+            smaller, kept = packed, self._columns.of_exits
+            if kept is not None:
+                smaller = self._matrix(head[kept - ids.start], None)
+            self._exits = {
+                depth: _Exit(self._network(exit), smaller, self._keep(kept)) for depth, exit in heads.exits.items() if depth < a.layers
+            }
 
     def twin(self, blocks: int) -> NativeDecoder:
+        assert self._collective.size == 1, "the kernels' sums are bound to one decoder"
         twin = copy.copy(self)
         twin.blocks = blocks
         twin.cache = twin._pool(self.cache.dtype)
@@ -154,8 +181,8 @@ class NativeDecoder:
 
     def _pool(self, dtype: torch.dtype) -> torch.Tensor:
         """Pages that are zero without being touched: the pool takes memory as it fills."""
-        layers = self.architecture.layers + len(self.exit_layers)
-        each = self.block_bytes(self.architecture, 1, self.block_size, dtype) // 2
+        layers = len(self._piece.layers) + len(self.exit_layers)
+        each = self.block_bytes(self._piece.architecture(self.architecture), 1, self.block_size, dtype) // 2
         pool = np.zeros((2, layers, self.blocks, each), dtype=np.uint8)
         return torch.from_numpy(pool).view(dtype)
 
@@ -187,8 +214,8 @@ class NativeDecoder:
         panels = padded.view(-1, self._panel, inputs // steps, steps).transpose(1, 2).contiguous()
         return _Matrix(self._keep(panels), self._keep(None if bias is None else bias.float()), inputs, outputs)
 
-    def _layer(self, weights: dict[str, torch.Tensor], prefix: str, index: int) -> _Layer:
-        """Pack the layer whose tensors' names begin with the prefix; index: its place in the cache."""
+    def _layer(self, weights: dict[str, torch.Tensor], architecture: Architecture, prefix: str, index: int) -> _Layer:
+        """Pack the layer whose tensors' names begin with the prefix. architecture: of the piece; index: its place in the cache."""
 
         def take(name: str) -> torch.Tensor | None:
             return weights.pop(prefix + name, None)
@@ -198,7 +225,7 @@ class NativeDecoder:
             assert weight is not None
             return self._matrix(weight, take(f"{name}.bias"))
 
-        a = self.architecture
+        a = architecture
         query_norm, key_norm = take("q_norm.weight"), take("k_norm.weight")
         up, up_bias = take("up.weight"), take("up.bias")
         assert up is not None
@@ -246,10 +273,13 @@ class NativeDecoder:
             _pointer(_address(rows.positions)),
             _pointer(hidden.data_ptr()),
         )
+        self._collective.sum(hidden)
         return hidden
 
     def run(self, first: int, last: int, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
         count = len(rows)
+        hidden = hidden.contiguous()
+        self._summed = hidden
         native = _Rows(
             count, len(rows.slots), rows.tables.shape[1],
             *(_address(part) for part in (rows.positions, rows.table, rows.tables, rows.slots, rows.slot_rows)),
@@ -262,10 +292,29 @@ class NativeDecoder:
             _pointer(hidden.data_ptr()),
             _pointer(self._scratch_for(count * self._row_floats)),
         )
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
         return hidden
 
+    def _summing(self) -> Any:
+        """What the kernels call to have the rows that they run summed over the ranks."""
+        if self._collective.size == 1:
+            return _NO_SUM
+
+        def add_up(_: int, __: int) -> None:
+            if self._failure is None:
+                try:
+                    self._collective.sum(self._summed)
+                except Exception as error:  # ctypes would print it and go on
+                    self._failure = error
+
+        return _SUM(add_up)
+
     def _layer_at(self, index: int) -> Any:
-        return ctypes.byref(self._layers, index * ctypes.sizeof(_Layer))
+        own = self.architecture.layers
+        place = index - self._piece.layers.start if index < own else len(self._piece.layers) + index - own
+        return ctypes.byref(self._layers, place * ctypes.sizeof(_Layer))
 
     def logits(self, depth: int, hidden: torch.Tensor) -> torch.Tensor:
         count = len(hidden)
@@ -283,7 +332,10 @@ class NativeDecoder:
         return logits
 
     def vocabulary(self, depth: int) -> torch.Tensor | None:
-        return self._ids if depth in self._exits else None
+        return self._columns.vocabulary(trained=depth in self._exits)
+
+    def whole(self, depth: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._columns.whole(logits, self._collective, trained=depth in self._exits)
 
     def copy_slots(self, source: IntArray, target: IntArray) -> None:
         self._library.hispec_copy_slots(
@@ -296,6 +348,9 @@ class NativeDecoder:
         )
 
     def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float, choose: ChooseGuess | None = None) -> Drafts:
+        if choose is None and self._collective.size > 1:
+            assert self._choose
+            choose = by_rule(self._choose, starts)
         if choose is not None:
             return draft_by_passes(self, choose, depth, starts, held, stop)
         count, most = starts.homes.shape

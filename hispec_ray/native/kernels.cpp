@@ -349,8 +349,12 @@ static void run_layers(const Model& m, const Layer* layers, int64_t count, const
       for (int64_t i; (i = taken[size_t(l)].fetch_add(1, std::memory_order_relaxed)) < int64_t(tiles.size()) * m.kv_heads;)
         attend<W>(m, layer, rows, tiles[size_t(i / m.kv_heads)], i % m.kv_heads, qkv, qkv_width, mixed, buffer);
       meeting.wait();
-      product_shared<W>(mixed, query_width, n, layer.out, hidden, width, true, thread, threads);
+      product_shared<W>(mixed, query_width, n, layer.out, hidden, width, m.keeps, thread, threads);
       meeting.wait();
+      if (m.sum) {
+        if (thread == 0) m.sum(hidden, n * width);
+        meeting.wait();
+      }
       share(n, thread, threads, from, to);
       for (int64_t r = from; r < to; ++r) norm_row(m, layer.mlp_norm, hidden + r * width, normed + r * width);
       meeting.wait();
@@ -367,8 +371,12 @@ static void run_layers(const Model& m, const Layer* layers, int64_t count, const
         if (begin < end) swiglu(gate + begin, up + begin, end - begin, up + begin);
       }
       meeting.wait();
-      product_shared<W>(inner, m.intermediate, n, layer.down, hidden, width, true, thread, threads);
+      product_shared<W>(inner, m.intermediate, n, layer.down, hidden, width, m.keeps, thread, threads);
       meeting.wait();
+      if (m.sum) {
+        if (thread == 0) m.sum(hidden, n * width);
+        meeting.wait();
+      }
     }
   });
 }
@@ -414,8 +422,10 @@ template <class W>
 static void embed(const Model& m, const Embedding& e, int64_t rows, const int64_t* ids, const int64_t* positions, float* out) {
   const W *table = static_cast<const W*>(e.table), *places = static_cast<const W*>(e.positions);
   for (int64_t r = 0; r < rows; ++r, out += m.width) {
-    const W* panel = table ? nullptr : static_cast<const W*>(e.tied.panels) + ids[r] / PANEL * m.width * PANEL;
-    for (int64_t k = 0; k < m.width; ++k) out[k] = widen(table ? table[ids[r] * m.width + k] : panel[panel_index(panel, k, ids[r] % PANEL, PANEL)]);
+    const int64_t id = ids[r] - e.first;
+    const bool here = id >= 0 && id < e.count;
+    const W* panel = table || !here ? nullptr : static_cast<const W*>(e.tied.panels) + id / PANEL * m.width * PANEL;
+    for (int64_t k = 0; k < m.width; ++k) out[k] = !here ? 0.0f : widen(table ? table[id * m.width + k] : panel[panel_index(panel, k, id % PANEL, PANEL)]);
     if (places)
       for (int64_t k = 0; k < m.width; ++k) out[k] += widen(places[(positions[r] + e.offset) * m.width + k]);
   }

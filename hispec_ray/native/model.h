@@ -15,8 +15,10 @@ struct Layer {
 struct Model {
   int64_t width, heads, kv_heads, head_size, padded_head, intermediate, block_size, threads;
   int64_t layer_norm, bf16_weights;  // flags
+  int64_t keeps;                     // flag: this rank's sums go on from the rows that went in; the others' begin at zero
   float norm_eps, scale;
   const float *cosines, *sines;  // [positions][head_size / 2]; null where positions are learned
+  void (*sum)(float* rows, int64_t count);  // puts the sum over the ranks in their place; null for one rank
 };
 
 struct Rows {
@@ -25,7 +27,8 @@ struct Rows {
 };
 
 // Where tokens become hidden rows: columns of a tied head, or rows of a table of their own; learned positions are added where there are any.
-struct Embedding { Matrix tied; const void *table, *positions; int64_t offset; };  // tied.panels or table is null
+// Only ids in [first, first + count) are here; other tokens' rows are zero.
+struct Embedding { Matrix tied; const void *table, *positions; int64_t offset, first, count; };  // tied.panels or table is null
 
 // What an exit adds to its rows before the shared norm: x + f(x / rms(x)), f linear (gate.panels null: up alone) or a gated MLP.
 struct ExitNetwork { Matrix up, gate, down; };
@@ -54,8 +57,8 @@ struct Drafts {
 // Who chooses how: one entry a row.
 struct Law { const float* temperatures; const int64_t *seeds, *positions; };
 
-// The choices [rows], and where not null the runners-up and by how much their scores fall short.
-struct Chosen { int64_t *ids, *seconds; float* gaps; };
+// The choices [rows], and where not null the runners-up and by how much their scores fall short, and both scores.
+struct Chosen { int64_t *ids, *seconds; float *gaps, *scores, *second_scores; };
 
 extern "C" {
 void hispec_embed(const Model* m, const Embedding* embedding, int64_t rows, const int64_t* ids, const int64_t* positions, float* out);

@@ -62,6 +62,7 @@ class Team {
   // Calls body(t) once on each thread t, the caller being thread 0, and returns when all have. One caller at a time.
   template <class Body>
   void run(Body body) {
+    if (threads_ == 1) return body(0);
     std::lock_guard<std::mutex> alone(caller_);
     argument_ = &body;
     call_ = [](void* argument, int t) { (*static_cast<Body*>(argument))(t); };

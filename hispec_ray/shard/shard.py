@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,12 +14,13 @@ from hispec_ray.config import Settings, SpeculationSettings
 from hispec_ray.core.plan import StepPlan, StepResult
 from hispec_ray.model.architecture import check_exits
 from hispec_ray.model.decoder import Decoder
-from hispec_ray.model.heads import Heads, exit_layers, load_heads
+from hispec_ray.model.heads import Heads, exit_layers, load_heads, piece_of_heads
 from hispec_ray.model.native_decoder import NativeDecoder
+from hispec_ray.model.parallel import ALONE, Collective, Piece, whole
 from hispec_ray.model.torch_decoder import TorchDecoder
 from hispec_ray.model.weights import ModelSource
 from hispec_ray.native.library import NativeUnavailableError, load
-from hispec_ray.speculation.choice import Choose, choose_native, choose_torch
+from hispec_ray.speculation.choice import Choose, choose_native, choose_together, choose_torch
 from hispec_ray.speculation.drafters import Drafter, LookupDrafter
 from hispec_ray.speculation.grammar import Grammars
 from hispec_ray.speculation.round import Doubt, Level, Model, Round
@@ -80,8 +82,18 @@ class Shard:
     Raises ValueError when the settings do not fit the model or the machine.
     """
 
-    def __init__(self, settings: Settings, source: ModelSource, like: Shard | None = None) -> None:
-        """Load the model, or share the weights of a shard that is like this one but for speculation, scheduling and the pool's size."""
+    def __init__(
+        self,
+        settings: Settings,
+        source: ModelSource,
+        like: Shard | None = None,
+        piece: Piece | None = None,
+        collective: Collective = ALONE,
+    ) -> None:
+        """Load the model, or share the weights of a shard that is like this one but for speculation, scheduling and the pool's size.
+
+        piece, collective: what this process has of the model, and the other ranks of its stage; all of it where not given.
+        """
         architecture, speculation = source.architecture, settings.speculation
         self.settings = settings
         if settings.model.device == "cuda" and not torch.cuda.is_available():
@@ -93,26 +105,31 @@ class Shard:
         own = like.decoder.exit_layers if like else exit_layers(heads, architecture.layers)
         self.levels = levels_for(speculation, architecture.layers, own)
         native = isinstance(like.decoder, NativeDecoder) if like else _wants_native(settings)
-        layers = architecture.layers + len(own)
-        block_bytes = (NativeDecoder if native else TorchDecoder).block_bytes(architecture, layers, settings.cache.block_size, dtype)
+        piece = piece or whole(architecture)
+        decoder = NativeDecoder if native else TorchDecoder
+        layers = len(piece.layers) + len(own)
+        block_bytes = decoder.block_bytes(piece.architecture(architecture), layers, settings.cache.block_size, dtype)
         self.blocks = _block_count(settings, block_bytes)
         self.cache_bytes = self.blocks * block_bytes
         threads = settings.model.thread_count()
         torch.set_num_threads(threads)
         self.choose: Choose = choose_native(threads) if native else choose_torch
-        weights = {} if like else source.weights(dtype)
+        if collective.size > 1:
+            self.choose = choose_together(self.choose, collective.gather)
+        weights = {} if like else source.weights(dtype, piece)
         self.weight_bytes: int = like.weight_bytes if like else sum({id(tensor): tensor.nbytes for tensor in weights.values()}.values())
         positions = min(architecture.attention_limit, settings.model.max_model_len or architecture.attention_limit)
-        shape = {"positions": positions, "blocks": self.blocks, "block_size": settings.cache.block_size}
+        shape: dict[str, Any] = {"positions": positions, "blocks": self.blocks, "block_size": settings.cache.block_size}
+        shape |= {"heads": heads and piece_of_heads(heads, architecture, piece), "piece": piece, "collective": collective}
         self.decoder: Decoder
         try:
             if like:
                 self.decoder = like.decoder.twin(self.blocks)
             elif native:
-                self.decoder = NativeDecoder(architecture, weights, threads=threads, heads=heads, **shape)
+                self.decoder = NativeDecoder(architecture, weights, threads=threads, choose=self.choose, **shape)
             else:
                 device = torch.device(settings.model.device)
-                self.decoder = TorchDecoder(architecture, weights, device=device, choose=choose_torch, heads=heads, **shape)
+                self.decoder = TorchDecoder(architecture, weights, device=device, choose=self.choose, **shape)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise ValueError(
                 f"the model's {self.weight_bytes / _GIB:.1f} GiB and a cache of {self.blocks} blocks, {self.cache_bytes / _GIB:.1f} GiB "

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,11 +23,16 @@ from hispec_ray.native import library
 
 
 class Choices(NamedTuple):
-    """What rows chose: ids, the runners-up, and by how much a runner-up's score (logit / T + noise) falls short: how sure a choice is."""
+    """What rows chose: ids, the runners-up, and by how much a runner-up's score (logit / T + noise) falls short: how sure a choice is.
+
+    scores, second_scores: of both, where the rule says them.
+    """
 
     ids: list[int]
     seconds: list[int]
     gaps: list[float]
+    scores: Sequence[float] = ()
+    second_scores: Sequence[float] = ()
 
 
 class Choose(Protocol):
@@ -126,11 +131,46 @@ def choose_torch(
     value, column = best_of(scores)
     chosen: list[int] = ids[column].tolist()
     if columns == 1:
-        return Choices(chosen, chosen, [float("inf")] * len(chosen))
+        return Choices(chosen, chosen, [float("inf")] * len(chosen), value.tolist(), [float("-inf")] * len(chosen))
     others = place.expand(len(scores), -1)[place != column[:, None]].view(len(scores), columns - 1)
     second_value, second = best_of(scores.gather(1, others))
     gaps = torch.where(second_value == value, 0.0, value - second_value)  # also of two minus infinities
-    return Choices(chosen, ids[others.gather(1, second[:, None])[:, 0]].tolist(), gaps.tolist())
+    runners_up = ids[others.gather(1, second[:, None])[:, 0]].tolist()
+    return Choices(chosen, runners_up, gaps.tolist(), value.tolist(), second_value.tolist())
+
+
+def choose_together(choose: Choose, gather: Callable[[torch.Tensor], torch.Tensor]) -> Choose:
+    """Return the rule over the columns of several ranks: each finds its own best two, and all compare the same numbers.
+
+    gather: every rank's fp32 tensor, by rank, as `Collective.gather`. Rows that all ranks have whole come out as by `choose` alone.
+    The ids are compared as fp32, exact below 2 ** 24.
+    """
+
+    def together(
+        logits: torch.Tensor,
+        temperatures: Sequence[float],
+        seeds: Sequence[int],
+        positions: Sequence[int],
+        vocabulary: torch.Tensor | None = None,
+    ) -> Choices:
+        mine = choose(logits, temperatures, seeds, positions, vocabulary)
+        found = gather(torch.tensor([mine.scores, mine.ids, mine.second_scores, mine.seconds], dtype=torch.float32, device=logits.device))
+        scores, ids = found[:, 0::2].flatten(0, 1).T.cpu(), found[:, 1::2].flatten(0, 1).T.cpu()  # [R, 2 * ranks]
+        best, best_ids = _first(scores, ids)
+        others = torch.where(ids == best_ids[:, None], -torch.inf, scores)
+        second, second_ids = _first(others, torch.where(ids == best_ids[:, None], torch.inf, ids))
+        alone = second_ids.isinf()  # a vocabulary of one
+        second_ids = torch.where(alone, best_ids, second_ids)
+        gaps = torch.where(alone, torch.inf, torch.where(second == best, 0.0, best - second))
+        return Choices(best_ids.long().tolist(), second_ids.long().tolist(), gaps.tolist(), best.tolist(), second.tolist())
+
+    return together
+
+
+def _first(scores: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of each row, and the lowest of the ids that have it."""
+    best = scores.max(dim=1).values
+    return best, torch.where(scores == best[:, None], ids, torch.inf).min(dim=1).values
 
 
 class _Law(ctypes.Structure):
@@ -138,7 +178,7 @@ class _Law(ctypes.Structure):
 
 
 class _Chosen(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("ids", "seconds", "gaps"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("ids", "seconds", "gaps", "scores", "second_scores"))
 
 
 def choose_native(threads: int) -> Choose:
@@ -164,11 +204,13 @@ def choose_native(threads: int) -> Choose:
         words.extend(positions)
         words.frombytes(bytes(16 * rows))  # the choices and the runners-up
         floats = array("f", temperatures)
-        floats.frombytes(bytes(4 * rows))  # the gaps
+        floats.frombytes(bytes(12 * rows))  # the gaps and both scores
         at, line, scales = words.buffer_info()[0], 8 * rows, floats.buffer_info()[0]
-        law, chosen = _Law(scales, at, at + line), _Chosen(at + 2 * line, at + 3 * line, scales + 4 * rows)
+        law = _Law(scales, at, at + line)
+        chosen = _Chosen(at + 2 * line, at + 3 * line, *(scales + 4 * rows * part for part in (1, 2, 3)))
         ids = None if vocabulary is None else vocabulary.data_ptr()
         kernel(logits.data_ptr(), rows, columns, ids, reference(law), threads, reference(chosen))
-        return Choices(words[2 * rows : 3 * rows].tolist(), words[3 * rows :].tolist(), floats[rows:].tolist())
+        return Choices(words[2 * rows : 3 * rows].tolist(), words[3 * rows :].tolist(), floats[rows : 2 * rows].tolist(),
+                       floats[2 * rows : 3 * rows], floats[3 * rows :])  # fmt: skip
 
     return choose

@@ -51,6 +51,8 @@ class Model(Memory, Protocol):
 
     def vocabulary(self, depth: int) -> torch.Tensor | None: ...
 
+    def whole(self, depth: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+
     def draft(
         self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float, choose: Callable[..., Choices] | None = None
     ) -> Drafts: ...
@@ -307,6 +309,8 @@ class Round:
     ) -> Choices:
         """See `hispec_ray.model.decoder.ChooseGuess`."""
         drafting = [states[line] for line in lines]
+        if any(s.plan.shape and s.plan.shape.filters for s in drafting):
+            logits, vocabulary = self._model.whole(self._levels[0].depth, logits)
         for row, s, line, position in zip(logits, drafting, lines, positions, strict=True):
             self._shape_row(s, row, [*s.tokens[s.first :], *guesses[line]], position, vocabulary)
         return self._choose(logits, [s.plan.temperature for s in drafting], [s.plan.seed for s in drafting], positions, vocabulary)
@@ -347,6 +351,8 @@ class Round:
         rows = hidden if len(read) == len(hidden) else hidden[torch.tensor(read)]
         depth = self._levels[level].depth
         logits, vocabulary = self._model.logits(depth, rows), self._model.vocabulary(depth)
+        if any(self._needs_whole(s, level) for s, _, _ in scored):
+            logits, vocabulary = self._model.whole(depth, logits)
         at_row = 0
         untouched: dict[int, torch.Tensor] = {}  # rows before they are shaped
         for s, count, looked in scored:
@@ -370,12 +376,17 @@ class Round:
             at_row = end
         self._timed(len(self._levels) + level, len(rows), self._clock() - begun)
 
+    def _needs_whole(self, s: SequenceState, level: int) -> bool:
+        """Whether a row of the sequence must have every rank's logits, and not only the best of them."""
+        return (level == self._top and s.plan.logprobs is not None) or (s.plan.shape is not None and s.plan.shape.filters)
+
     def _tell(self, s: SequenceState, told: Told, hidden: torch.Tensor, row: int) -> None:
         """Take down the log-probabilities of tokens of the prompt. row: of the plan's first token, in the hidden rows."""
         for at in range(0, len(told.tokens), _TOLD_AT_ONCE):
             tokens = told.tokens[at : at + _TOLD_AT_ONCE]
             first = row + told.first + at
-            logits = self._model.logits(self._levels[self._top].depth, hidden[first : first + len(tokens)])
+            depth = self._levels[self._top].depth
+            logits, _ = self._model.whole(depth, self._model.logits(depth, hidden[first : first + len(tokens)]))
             s.prompt_logprobs += logprobs(logits, tokens, told.count)
 
     def _settle(

@@ -119,7 +119,7 @@ class Shaper:
                 counts = said.answer + Counter(tentative)
                 ids = sorted(counts)
                 _add(logits, ids, [-shape.presence_penalty - shape.frequency_penalty * counts[id] for id in ids], vocabulary)
-        if temperature > 0 and (shape.top_k or shape.top_p < 1 or shape.min_p):
+        if temperature > 0 and shape.filters:
             logits.masked_fill_(~kept(logits.double() / temperature, shape), -math.inf)
 
 

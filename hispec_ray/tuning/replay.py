@@ -66,6 +66,9 @@ class _Stage:
     def vocabulary(self, depth: int) -> None:
         return None
 
+    def whole(self, depth: int, logits: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return logits, None
+
     def copy_slots(self, source: IntArray, target: IntArray) -> None:
         for a, b in zip(source.tolist(), target.tolist(), strict=True):
             token = self._tokens.get(a)
@@ -85,7 +88,8 @@ class _Stage:
             row = self.embed(Rows(np.array([token]), place, np.array([0]), starts.tables, place, np.array([0])))
             held[int(starts.homes[0, len(guesses)])] = row[0]
             self._depth = depth
-            (token,), (second,), (gap,) = self.choose(row, (), (), ())
+            chosen = self.choose(row, (), (), ())
+            (token,), (second,), (gap,) = chosen.ids, chosen.seconds, chosen.gaps
             guesses.append(token)
             seconds.append(second)
             gaps.append(gap)

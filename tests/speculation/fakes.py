@@ -90,6 +90,9 @@ class FakeModel:
     def vocabulary(self, depth: int) -> torch.Tensor | None:
         return None
 
+    def whole(self, depth: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return logits, None
+
     def copy_slots(self, source: IntArray, target: IntArray) -> None:
         for cache in self._cache.values():
             for a, b in zip(source.tolist(), target.tolist(), strict=True):
