@@ -38,7 +38,7 @@ def text_ids(llm: LLM, count: int) -> tuple[int, ...]:
 
 def forward(llm: LLM, ids: tuple[int, ...], start: int, count: int) -> Callable[[], torch.Tensor]:
     """Return a call that runs rows start .. start + count through all layers and the head, on blocks 0, 1, 2 ..."""
-    decoder = llm.engine.executor.shard.decoder
+    decoder = llm.engine.shard.decoder
     layers = llm.engine.source.architecture.layers
     positions = np.arange(start, start + count)
     rows = Rows(np.array(ids[start : start + count]), positions, np.zeros(count, np.int64), np.arange(decoder.blocks)[None], positions,
@@ -90,7 +90,7 @@ def batch_tokens_per_second(llm: LLM, ids: tuple[int, ...], batch: int, tokens: 
 
 def outside_model(llm: LLM, ids: tuple[int, ...], tokens: int) -> float:
     """Share of plain steps spent outside the decoder's own calls: scheduler, plan, choice, detokenising, Python between them."""
-    decoder: Any = llm.engine.executor.shard.decoder
+    decoder: Any = llm.engine.shard.decoder
     inside = 0.0
 
     def timed(name: str) -> Callable[..., Any]:
@@ -134,7 +134,7 @@ def held_bytes(llm: LLM, batch: int) -> int:
     """Bytes of hidden rows that wait between segments at most, counted over a run of `batch` sequences."""
     engine = llm.engine
     llm.generate([[*text_ids(llm, 40 + i)] for i in range(batch)], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
-    return engine.executor.shard.peak_held_bytes
+    return engine.shard.peak_held_bytes
 
 
 def served_seconds_per_token(url: str, ids: tuple[int, ...], tokens: int) -> float:
@@ -211,7 +211,7 @@ def prefill_512(llm: LLM, peers: dict[str, Peer], ids: tuple[int, ...], runs: in
 def memory_overhead(threads: int | None) -> tuple[dict[int, int], int]:
     """Return bytes of waiting hidden rows by batch, and of weights and cache, where every window is filled."""
     llm = LLM({"model": {"threads": threads}, "speculation": {"pace": "fixed"}})
-    shard = llm.engine.executor.shard
+    shard = llm.engine.shard
     total = shard.weight_bytes + shard.cache_bytes
     held = {batch: held_bytes(llm, batch) for batch in (1, 16)}
     lines = [(n, b, f"{100 * b / total:.4f}") for n, b in held.items()]
@@ -238,7 +238,7 @@ def main() -> None:
         peers["transformers fp32"] = Peer(llm, torch.float32)
         details["prefill_512_s"] = prefill_512(llm, peers, ids, min(runs, 3))
     del peers
-    shard, a = llm.engine.executor.shard, llm.engine.source.architecture
+    shard, a = llm.engine.shard, llm.engine.source.architecture
     read = shard.weight_bytes + 300 * 2 * a.layers * a.kv_heads * a.head_dim * 2
     memory, roof = bandwidth(), arithmetic()
     parameters = shard.weight_bytes / 2

@@ -82,7 +82,7 @@ def params_for(count: int, tokens: int, temperature: float) -> list[SamplingPara
 def gap_at(dtype: str, threads: int | None, known: list[int], params: SamplingParams) -> float:
     """Return the distance of the two best scores for the token after `known`, from a model of its own: its cache is nobody else's."""
     engine = LLM(settings_of(dtype, threads, PLAIN, 1024)).engine
-    decoder, layers = engine.executor.shard.decoder, engine.source.architecture.layers
+    decoder, layers = engine.shard.decoder, engine.source.architecture.layers
     positions = np.arange(len(known))
     rows = Rows(np.array(known), positions, np.zeros(len(known), dtype=np.int64), np.arange(decoder.blocks)[None], positions, positions)
     scores = decoder.logits(layers, decoder.run(0, layers, decoder.embed(rows), rows)[-1:])

@@ -74,6 +74,26 @@ class SpeculationSettings(Group):
     """Most second candidates of a sequence at a time, of exits (branch_below) and a lookup; each holds a block of the cache."""
 
 
+class StageSettings(Group):
+    """A run of layers, and over how many processes each of them is cut."""
+
+    layers: Positive | None = None
+    """May be left out where there is one stage, which has them all."""
+    tp: Positive = 1
+    """Ranks of tensor parallelism."""
+
+
+class ParallelSettings(Group):
+    """The model over several processes, which are Ray actors. Each takes model.threads threads on a CPU (1 where unset), or one GPU."""
+
+    stages: Annotated[tuple[StageSettings, ...], Field(min_length=1)]
+    """From the bottom up. The first holds at least the check exit."""
+    patience_s: Annotated[float, Field(ge=1, le=600)] = 4.0
+    """A process that waits longer than this for others in a collective, or does not answer, is taken for dead, and all start anew."""
+    shared_memory: bool = True
+    """On the CPUs of one machine, ranks add up in DeepSpeed's shared memory; false takes gloo."""
+
+
 class CacheSettings(Group):
     """The paged key-value cache."""
 
@@ -117,6 +137,8 @@ class Settings(Group):
 
     model: ModelSettings = ModelSettings()
     speculation: SpeculationSettings = SpeculationSettings()
+    parallel: ParallelSettings | None = None
+    """None: the model in the engine's own process."""
     cache: CacheSettings = CacheSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     server: ServerSettings = ServerSettings()

@@ -144,6 +144,13 @@ class BlockPool:
             self._digests[blocks[index]] = digest
             self._found.setdefault(digest, blocks[index])
 
+    def forget(self) -> None:
+        """Let nothing be found any more: what the blocks held is lost. Only while nobody references one; raises ValueError else."""
+        if self.used:
+            raise ValueError(f"{self.used} blocks are referenced; what they hold cannot be forgotten")
+        self._found.clear()
+        self._digests = [NO_DIGEST] * self.blocks
+
     def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Raise IntegrityError when an invariant is broken; with `tables`, also when they are not exactly the references held."""
         for block, count in enumerate(self._references):

@@ -178,6 +178,17 @@ class Scheduler:
         self._ended += self._told  # what the shards have seen is not known: the next plans bring it all
         self._told.clear()
 
+    def start_over(self) -> None:
+        """Take back the step in flight and put every running sequence back into the queue: what the cache held is lost.
+
+        Each will be replayed from its tokens, in the order in which they arrived.
+        """
+        self.forget_plan()
+        while self._running:
+            self._preempt(self._running.pop())
+        self._ended.clear()  # whoever runs plans from here on has seen none of them
+        self.pool.forget()
+
     def check_integrity(self) -> None:
         """Raise IntegrityError when an invariant of the scheduler or of its pool is broken."""
         self.pool.check_integrity(sequence.blocks for sequence in self._running)

@@ -142,6 +142,7 @@ class AsyncEngine:
             "kv_blocks_used": engine.pool.used,
             "kv_usage": engine.pool.usage,
             "generated_tokens": engine.generated,
+            "shard_rebuilds": engine.rebuilds,
         }
         for name, counts in zip(engine.levels, engine.counts, strict=True):
             for figure in ("passes", "rows", "seen", "accepted", "own"):
@@ -191,6 +192,7 @@ class AsyncEngine:
             self._error = error
             raise
         finally:
+            self.engine.close()
             for mailbox in list(self._callers):
                 mailbox.put([], self._end())
 

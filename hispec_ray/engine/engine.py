@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from typing import Any
 
 from hispec_ray.config import Settings
 from hispec_ray.core.block_pool import BlockPool
@@ -13,7 +15,24 @@ from hispec_ray.engine.detokenizer import Detokenizer, TextStream
 from hispec_ray.engine.prompts import read_template
 from hispec_ray.model.weights import ModelSource, open_model
 from hispec_ray.request import FinishReason, GenerationRequest, RequestError, TokenDelta
+from hispec_ray.shard.executor import Executor, ShardsLostError
 from hispec_ray.shard.inline import InlineExecutor
+from hispec_ray.shard.shard import Shard
+
+logger = logging.getLogger(__name__)
+
+MOST_LOSSES = 3
+"""Losses of the shards without a step in between after which the engine gives up."""
+
+
+def _executor(settings: Settings, source: ModelSource, like: Any) -> Executor:
+    if settings.parallel is None:
+        return InlineExecutor(settings, source, like)
+    if like:
+        raise ValueError("engines share weights only where the model is in their own process; parallel is set")
+    from hispec_ray.shard.ray_group import RayExecutor  # noqa: PLC0415  (ray: not wanted where there is one process)
+
+    return RayExecutor(settings, source)
 
 
 @dataclass(slots=True)
@@ -46,13 +65,15 @@ class Engine:
         self.tokenizer = self.source.tokenizer()
         if settings.model.chat_template is not None:
             self.tokenizer.chat_template = read_template(settings.model.chat_template)
-        self.executor: InlineExecutor = InlineExecutor(settings, self.source, like.executor if like else None)
+        self.executor: Executor = _executor(settings, self.source, like.executor if like else None)
         self.levels = self.executor.sources
         self.pool = BlockPool(self.executor.blocks, settings.cache.block_size, settings.cache.prefix_caching)
         limits = settings.scheduler
         window, speculation = self.executor.window, settings.speculation
         branches = speculation.branches if window and (speculation.branch_below or speculation.drafter != "exit") else 0
         self.scheduler = Scheduler(self.pool, limits.max_sequences, limits.max_batch_rows, limits.max_queued, window, branches)
+        self.rebuilds = 0  # times that shards were lost
+        self._losses = 0  # in a row
         self.counts = [LevelCounts() for _ in self.levels]
         self.generated = 0
         self._detokenizer = Detokenizer(self.tokenizer)
@@ -61,6 +82,13 @@ class Engine:
         self._empty: list[str] = []  # requests that nothing is to be run for, to be answered at the next step
         self._live: set[str] = set()  # ids of the requests that are in the engine
         self._ids = 0
+
+    @property
+    def shard(self) -> Shard:
+        """The shard in this process. Raises ValueError where the model is in others (`parallel`)."""
+        if not isinstance(self.executor, InlineExecutor):
+            raise ValueError("parallel is set: the model is in processes of its own")
+        return self.executor.shard
 
     def check(self, request: GenerationRequest) -> None:
         """Raise RequestError when the prompt is empty, has ids outside the vocabulary, or does not fit the context with max_tokens.
@@ -148,7 +176,8 @@ class Engine:
     def step(self) -> list[TokenDelta]:
         """Run one round and return what it added, one delta for each request that has something new.
 
-        Where the executor raises, so does this, and the round may be tried again.
+        Where the shards are lost they are started anew, and every running request is replayed from its tokens: nobody sees it but by the
+        time that it takes. After MOST_LOSSES in a row, and where the executor raises something else, so does this.
         """
         deltas = [TokenDelta(request_id, finish_reason=FinishReason.LENGTH) for request_id in self._empty]
         self._live.difference_update(self._empty)
@@ -158,6 +187,11 @@ class Engine:
             return deltas
         try:
             result = self.executor.execute(plan)
+            self._losses = 0
+        except ShardsLostError as error:
+            self.scheduler.start_over()
+            self._rebuild(error)
+            return deltas
         except BaseException:
             self.scheduler.forget_plan()
             raise
@@ -171,6 +205,23 @@ class Engine:
             if sequence.prompt_logprobs:
                 deltas.append(TokenDelta(self._answers[sequence.id].request.id, prompt_logprobs=sequence.prompt_logprobs))
         return deltas
+
+    def _rebuild(self, error: ShardsLostError) -> None:
+        """Start the shards anew. Raises ShardsLostError where they were lost too often in a row."""
+        while True:
+            self._losses += 1
+            self.rebuilds += 1
+            logger.error("%s (loss %d in a row of at most %d)", error, self._losses, MOST_LOSSES)
+            if self._losses == MOST_LOSSES:
+                raise error
+            try:
+                return self.executor.rebuild()
+            except ShardsLostError as again:
+                error = again
+
+    def close(self) -> None:
+        """End the shards, where they are processes of their own. Afterwards nothing else is called."""
+        self.executor.close()
 
     def _judge(self, result: SequenceResult) -> TokenDelta:
         """Take the committed tokens one by one, as plain decoding would, up to the one that ends the answer."""

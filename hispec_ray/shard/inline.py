@@ -9,7 +9,7 @@ from hispec_ray.shard.shard import Shard
 
 
 class InlineExecutor:
-    """Runs plans on one shard, on the thread that asks. blocks: of the key-value pool; sources: see `Round`; grammars: the shard's."""
+    """See `Executor`: one shard, on the thread that asks. It is lost only with the engine."""
 
     def __init__(self, settings: Settings, source: ModelSource, like: InlineExecutor | None = None) -> None:
         self.shard: Shard = Shard(settings, source, like.shard if like else None)
@@ -19,5 +19,10 @@ class InlineExecutor:
         self.window = self.shard.levels[-1].window
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one round; one SequenceResult for each sequence of the plan, in its order."""
         return self.shard.execute(plan)
+
+    def rebuild(self) -> None:
+        raise AssertionError("a shard in this process is never lost")
+
+    def close(self) -> None:
+        pass

@@ -12,7 +12,7 @@ import torch
 
 from hispec_ray.config import Settings, SpeculationSettings
 from hispec_ray.core.plan import StepPlan, StepResult
-from hispec_ray.model.architecture import check_exits
+from hispec_ray.model.architecture import Architecture, check_exits
 from hispec_ray.model.decoder import Decoder
 from hispec_ray.model.heads import Heads, exit_layers, load_heads, piece_of_heads
 from hispec_ray.model.native_decoder import NativeDecoder
@@ -106,9 +106,7 @@ class Shard:
         self.levels = levels_for(speculation, architecture.layers, own)
         native = isinstance(like.decoder, NativeDecoder) if like else _wants_native(settings)
         piece = piece or whole(architecture)
-        decoder = NativeDecoder if native else TorchDecoder
-        layers = len(piece.layers) + len(own)
-        block_bytes = decoder.block_bytes(piece.architecture(architecture), layers, settings.cache.block_size, dtype)
+        block_bytes = _block_bytes(settings, architecture, piece, len(own), native=native)
         self.blocks = _block_count(settings, block_bytes)
         self.cache_bytes = self.blocks * block_bytes
         threads = settings.model.thread_count()
@@ -175,6 +173,20 @@ def _heads_for(speculation: SpeculationSettings, source: ModelSource, dtype: tor
     path, a = Path(speculation.exits.heads).expanduser(), source.architecture
     needed = [level.depth for level in levels_for(speculation, a.layers)[:-1] if level.depth < a.layers]
     return load_heads(path, source.fingerprint(), needed=needed, architecture=a, dtype=dtype)
+
+
+def blocks_that_fit(settings: Settings, source: ModelSource, piece: Piece) -> int:
+    """Return how many blocks the cache of this piece's process gets. Raises ValueError as `Shard`."""
+    heads = _heads_for(settings.speculation, source, torch.bfloat16)
+    own = len(exit_layers(heads, source.architecture.layers)) if piece.embeds else 0
+    return _block_count(settings, _block_bytes(settings, source.architecture, piece, own, native=_wants_native(settings)))
+
+
+def _block_bytes(settings: Settings, architecture: Architecture, piece: Piece, own: int, *, native: bool) -> int:
+    """Bytes of a block in a piece's process. own: layers that exits have to themselves."""
+    decoder = NativeDecoder if native else TorchDecoder
+    dtype: torch.dtype = getattr(torch, settings.model.dtype)
+    return decoder.block_bytes(piece.architecture(architecture), len(piece.layers) + own, settings.cache.block_size, dtype)
 
 
 def _block_count(settings: Settings, block_bytes: int) -> int:

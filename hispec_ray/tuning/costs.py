@@ -41,7 +41,7 @@ def measure(llm: LLM, depths: Sequence[int], choose: Choose, *, context: int, ro
 
     Uses the cache of an engine that has nothing else to do.
     """
-    decoder = llm.engine.executor.shard.decoder
+    decoder = llm.engine.shard.decoder
     layers = decoder.architecture.layers
     costs = Costs(own=dict(decoder.exit_layers))
     size = decoder.block_size

@@ -51,7 +51,7 @@ def listen(llm: LLM, recordings: Sequence[Recording], depths: Sequence[int], cho
 
     Uses the cache of an engine that has nothing else to do, from its first block on.
     """
-    decoder = llm.engine.executor.shard.decoder
+    decoder = llm.engine.shard.decoder
     size = decoder.block_size
     layers = decoder.architecture.layers
     stops = sorted({*depths, layers})

@@ -77,7 +77,7 @@ def tune(
         raise ValueError(f"the model wrote {written} tokens in answer to {len(prompts)} prompts: too few to measure; give other prompts")
     depths = _depths(layers, heads)
     tell("listening at every depth", 0, 1)
-    shard = llm.engine.executor.shard
+    shard = llm.engine.shard
     listen(llm, recordings, depths if heads else range(1, layers), shard.choose)
     agreement = {depth: _share(recordings, depth) for depth in sorted(recordings[0].said) if depth < layers}
     if not heads:

@@ -254,7 +254,7 @@ def test_logprobs_are_the_models_own_with_speculation_and_without(shaped: dict[s
         assert choice.token_ids == answers[0].token_ids
         assert choice.logprobs == answers[0].logprobs, "to the bit, on one CPU"
     prompt = llm.encode("the cat")
-    decoder = llm.engine.executor.shard.decoder
+    decoder = llm.engine.shard.decoder
     tokens = np.array([*prompt, *answers[0].token_ids[:-1]])
     places = np.arange(len(tokens))
     rows = Rows(tokens, places, np.zeros_like(places), np.arange(decoder.blocks)[None], places, places)
@@ -284,7 +284,7 @@ def test_the_prompts_logprobs_are_the_models_own_however_it_is_read(tiny_llm: An
     assert llm.engine.scheduler.preemptions > 0
     assert reference
     assert [len(told) for told in reference] == [len(prompt) - 1 for prompt in prompts]
-    decoder = llm.engine.executor.shard.decoder
+    decoder = llm.engine.shard.decoder
     tokens, places = np.array(prompts[4]), np.arange(60)
     rows_ = Rows(tokens, places, np.zeros_like(places), np.arange(decoder.blocks)[None], places, places)
     layers = decoder.architecture.layers

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from shard.crew import together
 from model.tiny import FAMILIES, make_checkpoint, make_config
+from shard.crew import together
 from test_decoder import BLOCKS, SIZE, Text, run
 
 from hispec_ray.model.architecture import Architecture

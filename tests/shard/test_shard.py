@@ -78,7 +78,7 @@ def test_a_layer_runs_once_for_a_token_that_survives(
     """The model's layers, and those that exits have to themselves."""
     # every sequence starts in a block of its own, which it keeps
     llm: LLM = tiny_llm("float32", *speculation, prefix_caching=False, max_batch_rows=24, heads=block_heads if own else None)
-    shard = llm.engine.executor.shard
+    shard = llm.engine.shard
     recorder = Recorder(shard.decoder)
     shard._round = Round(recorder, shard.levels, shard._round._choose)
     prompts = [[3 + index] * (index + 1) * 5 for index in range(6)]
@@ -153,8 +153,8 @@ def test_settings_that_do_not_fit_are_refused_by_name(tiny_folder: Path) -> None
 
 
 def test_the_kernels_are_those_asked_for(default_source: Any, tiny_llm: Any) -> None:
-    assert isinstance(tiny_llm("float32").engine.executor.shard.decoder, NativeDecoder)
-    assert isinstance(tiny_llm("float32", kernels="torch").engine.executor.shard.decoder, TorchDecoder)
+    assert isinstance(tiny_llm("float32").engine.shard.decoder, NativeDecoder)
+    assert isinstance(tiny_llm("float32", kernels="torch").engine.shard.decoder, TorchDecoder)
 
 
 @pytest.mark.parametrize("own", [0, 7])
@@ -167,7 +167,7 @@ def test_the_pool_fills_the_memory_it_may_have(own: int, block_heads: Path, tiny
         llm = LLM(settings)
         block = 2 * (8 + own) * 2 * head * 16 * 2  # keys and values, layers, heads, head, positions, bytes
         assert llm.engine.pool.blocks == int(0.01 * 2**30) // block
-        for shard in (llm.engine.executor.shard, LLM(settings, like=llm).engine.executor.shard):
+        for shard in (llm.engine.shard, LLM(settings, like=llm).engine.shard):
             decoder = shard.decoder
             cache = decoder.cache if isinstance(decoder, NativeDecoder) else decoder.cache.pool  # type: ignore[attr-defined]
             assert cache.nbytes == shard.cache_bytes == llm.engine.pool.blocks * block

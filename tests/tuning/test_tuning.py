@@ -44,7 +44,7 @@ def recordings(prompts: list[tuple[int, ...]]) -> dict[float, list[Recording]]:
     found = {}
     for temperature in (0.0, 0.8):
         found[temperature] = write_texts(llm, prompts, 60, temperature)
-        listen(llm, found[temperature], DEPTHS, llm.engine.executor.shard.choose)
+        listen(llm, found[temperature], DEPTHS, llm.engine.shard.choose)
     return found
 
 
@@ -176,7 +176,7 @@ def test_a_context_too_short_to_time_passes_in_is_named() -> None:
     settings = Settings.model_validate({**settings_for(PLAIN).model_dump(), "model": {"path": "abacus", "threads": 1, "max_model_len": 32}})
     llm = LLM(settings)
     with pytest.raises(ValueError, match=r"passes of 32 rows .* the context of 32 tokens .* raise model.max_model_len"):
-        measure(llm, (2,), llm.engine.executor.shard.choose, context=20)
+        measure(llm, (2,), llm.engine.shard.choose, context=20)
 
 
 def test_families_have_every_shape_once() -> None:
@@ -207,7 +207,7 @@ def test_predictions_are_sorted_and_plain_is_among_them(recordings: dict[float, 
 
 def test_costs_are_of_this_machine() -> None:
     llm = LLM(settings_for(PLAIN))
-    costs = measure(llm, (2,), llm.engine.executor.shard.choose, context=50, rows=(1, 8), repeats=2)
+    costs = measure(llm, (2,), llm.engine.shard.choose, context=50, rows=(1, 8), repeats=2)
     assert 0 < costs.layer.of(1) < costs.layer.of(8) * 2
     assert costs.heads[2].of(1) > 0
     assert costs.guesses[2].of(1) > 0

@@ -1,0 +1,33 @@
+"""The way from the engine to the shards, wherever they run."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from hispec_ray.core.plan import StepPlan, StepResult
+from hispec_ray.speculation.grammar import Grammars
+
+
+class ShardsLostError(RuntimeError):
+    """A shard has died, hangs or failed, and what the shards held is lost: `Executor.rebuild` starts them anew, empty."""
+
+
+class Executor(Protocol):
+    """Runs plans on the shards.
+
+    blocks: of the key-value pool; sources: see `Round`; window: most tentative tokens of a round; grammars: compiles those of requests.
+    """
+
+    blocks: int
+    sources: tuple[str, ...]
+    window: int
+    grammars: Grammars
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one round; one SequenceResult for each sequence of the plan, in its order. Raises ShardsLostError."""
+
+    def rebuild(self) -> None:
+        """Start the shards anew after they were lost: same weights, empty caches. Raises ShardsLostError where they do not come up."""
+
+    def close(self) -> None:
+        """End the shards. Afterwards nothing else is called."""

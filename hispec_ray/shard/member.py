@@ -1,0 +1,125 @@
+"""What runs in one process of a group of shards: it meets the others, loads its piece, and runs plans. Knows no Ray."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hispec_ray.config import Settings
+from hispec_ray.core.plan import StepPlan, StepResult
+from hispec_ray.model.parallel import ALONE, Collective
+from hispec_ray.model.weights import open_model
+from hispec_ray.shard.collectives import Group, Watched, collective_on_one_machine
+from hispec_ray.shard.shard import Shard, blocks_that_fit
+from hispec_ray.shard.stages import deepest_exit, stages_of
+
+logger = logging.getLogger(__name__)
+
+_MEETING = timedelta(minutes=5)  # for all to start, slow imports and downloads included
+_GONE = 70
+"""Exit status of a process that waited for the others in vain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a member says of itself once it has loaded. sources: see `Round`; window: of the full depth."""
+
+    weight_bytes: int
+    cache_bytes: int
+    sources: tuple[str, ...]
+    window: int
+
+
+class Member:
+    """One rank of one stage. Called in this order: `bind` (the first member only), `join`, `room`, `load`, then `execute` again and again.
+
+    Ends its process when it has waited for another member for longer than `parallel.patience_s`: whoever drives the group sees that.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        assert settings.parallel
+        self._settings = settings
+        self._watched = Watched()
+        self._shard: Shard | None = None
+        self._collective: Collective = ALONE
+        threading.Thread(target=self._watch, args=(settings.parallel.patience_s,), name="hispec-watch", daemon=True).start()
+
+    def _watch(self, patience: float) -> None:
+        while True:
+            time.sleep(patience / 8)
+            if self._watched.seconds() > patience:
+                logger.error("another rank did not come to a collective within %s s: this process ends", patience)
+                os._exit(_GONE)
+
+    def bind(self, members: int) -> tuple[str, int]:
+        """Open the place where members meet, on a port that is free; return its address."""
+        host = socket.gethostbyname(socket.gethostname())
+        self._store = dist.TCPStore(host, 0, members, is_master=True, wait_for_workers=False, timeout=_MEETING)  # type: ignore[attr-defined]
+        return host, self._store.port
+
+    def node(self) -> str:
+        """Return the name of this machine, the same for all members on it."""
+        return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+
+    def join(self, stage: int, rank: int, address: tuple[str, int], name: str, nodes: list[list[str]]) -> None:
+        """Meet the others. name: of the group, unlike any other's; nodes: by stage and rank, the machine that a member is on."""
+        members = [(s, r) for s, ranks in enumerate(nodes) for r in range(len(ranks))]
+        me = members.index((stage, rank))
+        if me:
+            self._store = dist.TCPStore(*address, len(members), is_master=False, timeout=_MEETING)  # type: ignore[attr-defined]
+        self._stage, self._rank = stage, rank
+        cuda = self._settings.model.device == "cuda"
+        if len(members) > 1:
+            dist.init_process_group("nccl" if cuda else "gloo", store=self._store, rank=me, world_size=len(members), timeout=_MEETING)
+        first = 0
+        for s, ranks in enumerate(nodes):
+            if len(ranks) > 1:  # every member makes every group: torch wants it so
+                group = dist.new_group(list(range(first, first + len(ranks))), timeout=_MEETING)
+                if s == stage:
+                    self._collective = self._together(group, f"{name}-{s}", shared=not cuda and len(set(ranks)) == 1)
+            first += len(ranks)
+
+    def _together(self, group: dist.ProcessGroup, name: str, *, shared: bool) -> Collective:
+        assert self._settings.parallel
+        if not shared:
+            return Group(group, self._watched)
+        return collective_on_one_machine(group, name, self._watched, shared=self._settings.parallel.shared_memory)
+
+    def room(self) -> int:
+        """Return how many blocks of the cache there is memory for here. Raises ValueError where the settings do not fit the model."""
+        self._source = open_model(self._settings.model.path)
+        assert self._settings.parallel
+        architecture = self._source.architecture
+        stages = stages_of(self._settings.parallel, architecture, deepest_exit(self._settings.speculation, architecture.layers))
+        self._piece = stages[self._stage].pieces[self._rank]
+        return blocks_that_fit(self._settings, self._source, self._piece)
+
+    def load(self, blocks: int) -> Facts:
+        """Read the weights and make a cache of so many blocks, the same for all members."""
+        cache = self._settings.cache.model_copy(update={"blocks": blocks})
+        settings = self._settings.model_copy(update={"cache": cache})
+        self._shard = Shard(settings, self._source, piece=self._piece, collective=self._collective)
+        shard = self._shard
+        return Facts(shard.weight_bytes, shard.cache_bytes, shard.sources, shard.levels[-1].window)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult | bytes:
+        """Run one round. The first rank of a stage returns what came of it, the others a digest of the tokens: all must be the same."""
+        assert self._shard
+        result = self._shard.execute(plan)
+        return result if self._rank == 0 else digest(result)
+
+
+def digest(result: StepResult) -> bytes:
+    """Return what ranks that agree say alike of a round."""
+    return hashlib.blake2b(repr([(s.id, s.tokens) for s in result.sequences]).encode(), digest_size=8).digest()

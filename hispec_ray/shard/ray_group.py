@@ -1,0 +1,150 @@
+"""Shards as Ray actors: one group of them behind an `Executor`, watched, torn down and started anew when one is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+import uuid
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hispec_ray.config import Settings
+from hispec_ray.core.plan import StepPlan, StepResult, Timings
+from hispec_ray.model.weights import ModelSource
+from hispec_ray.shard.executor import ShardsLostError
+from hispec_ray.shard.member import Facts, Member, digest
+from hispec_ray.shard.placement import reserve
+from hispec_ray.shard.stages import deepest_exit, stages_of
+from hispec_ray.speculation.grammar import Grammars
+
+logger = logging.getLogger(__name__)
+
+_START_S = 120.0
+"""For resources that are promised but not free yet, such as those of a group that has just been torn down."""
+_LOOK_S = 1.0
+"""How often to ask whether everybody is alive while a round takes its time."""
+
+
+class _Actor(Member):
+    """A member that answers, on a thread beside, that its process is alive."""
+
+    @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
+    def alive(self) -> int:
+        return os.getpid()
+
+
+class RayExecutor:
+    """See `Executor`: a group of actors in the Ray cluster that this process is part of.
+
+    Raises ValueError where the settings do not fit the model, the machine or the cluster; before any weight is read where they fit nowhere.
+    """
+
+    def __init__(self, settings: Settings, source: ModelSource) -> None:
+        assert settings.parallel
+        a = source.architecture
+        model = settings.model.model_copy(update={"threads": settings.model.threads or 1})
+        self._settings = settings.model_copy(update={"model": model})
+        self._patience = settings.parallel.patience_s
+        self._stages = stages_of(settings.parallel, a, deepest_exit(settings.speculation, a.layers))
+        self._group: PlacementGroup | None = None
+        self._members: list[Any] = []
+        self._timings: Timings | None = None
+        self.grammars: Grammars = Grammars(source.byte_tokenizer)
+        self.blocks, self.facts = self._start(None)
+        self.sources, self.window = self.facts[0].sources, self.facts[0].window
+
+    def _start(self, blocks: int | None) -> tuple[int, list[Facts]]:
+        """Start the group, with a cache of so many blocks or as many as fit; return their number and what each member says of itself."""
+        cuda = self._settings.model.device == "cuda"
+        threads = self._settings.model.thread_count()
+        each = {"CPU": 1, "GPU": 1} if cuda else {"CPU": threads}
+        try:
+            self._group, places = reserve([len(stage.pieces) for stage in self._stages], each, _START_S)
+            actor = ray.remote(concurrency_groups={"watch": 1})(_Actor)
+            where = [(s, r, place) for s, ranks in enumerate(places) for r, place in enumerate(ranks)]
+            self._members = [
+                actor.options(  # type: ignore[attr-defined]
+                    num_cpus=each["CPU"],
+                    num_gpus=each.get("GPU", 0),
+                    max_restarts=0,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place.bundle),
+                    runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+                ).remote(self._settings)
+                for _, _, place in where
+            ]
+            nodes = self._all("node")
+            by_stage = [[node for (s, _, _), node in zip(where, nodes, strict=True) if s == stage] for stage in range(len(places))]
+            address = ray.get(self._members[0].bind.remote(len(self._members)))
+            name = uuid.uuid4().hex
+            ray.get([m.join.remote(s, r, address, name, by_stage) for m, (s, r, _) in zip(self._members, where, strict=True)])
+            blocks = blocks or min(self._all("room"))
+            return blocks, self._all("load", blocks)
+        except RayError as error:
+            self.close()
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, ValueError):  # the settings' fault, not the cluster's
+                raise ValueError(str(cause)) from error
+            raise ShardsLostError(f"the shards did not come up: {_one_line(error)}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _all(self, method: str, *arguments: Any) -> list[Any]:
+        """What every member returns. Raises RayError."""
+        return list(ray.get([getattr(member, method).remote(*arguments) for member in self._members]))
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        plan = replace(plan, timings=self._timings)
+        answers = self._answers([member.execute.remote(plan) for member in self._members])
+        result: StepResult = answers[0]
+        if any(answer != digest(result) for answer in answers[1:]):
+            raise ShardsLostError("ranks came to different tokens")
+        self._timings = result.timings
+        return result
+
+    def _answers(self, calls: list[Any]) -> list[Any]:
+        """Wait for every member's answer. Raises ShardsLostError as soon as one has died, failed, or stopped to answer."""
+        while True:
+            try:
+                return list(ray.get(calls, timeout=_LOOK_S))
+            except GetTimeoutError:
+                self._ask_whether_alive()
+            except RayError as error:
+                raise ShardsLostError(f"a shard is lost: {_one_line(error)}") from error
+
+    def _ask_whether_alive(self) -> None:
+        try:
+            ray.get([member.alive.remote() for member in self._members], timeout=max(1.0, self._patience - _LOOK_S))
+        except RayError as error:
+            raise ShardsLostError(f"a shard does not answer: {_one_line(error)}") from error
+
+    def rebuild(self) -> None:
+        started = time.monotonic()
+        self.close()
+        self._timings = None
+        try:
+            self._start(self.blocks)
+        except ValueError as error:  # a cluster that has become too small
+            raise ShardsLostError(str(error)) from error
+        logger.warning("the shards were started anew in %.1f s", time.monotonic() - started)
+
+    def close(self) -> None:
+        members, self._members = self._members, []
+        for member in members:
+            with contextlib.suppress(RayError):
+                ray.kill(member)
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(RayError):
+                remove_placement_group(group)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__
