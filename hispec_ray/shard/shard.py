@@ -23,7 +23,8 @@ from hispec_ray.native.library import NativeUnavailableError, load
 from hispec_ray.speculation.choice import Choose, choose_native, choose_together, choose_torch
 from hispec_ray.speculation.drafters import Drafter, LookupDrafter
 from hispec_ray.speculation.grammar import Grammars
-from hispec_ray.speculation.round import Doubt, Level, Model, Round
+from hispec_ray.speculation.levels import Doubt, Level, Model
+from hispec_ray.speculation.round import Round
 
 logger = logging.getLogger(__name__)
 

@@ -127,6 +127,18 @@ class Price(NamedTuple):
     each: float
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What the pace knew of a round when it began. batch: sequences that decode; goes_on: some of them did in an earlier one.
+
+    alone: no prompt is read beside them.
+    """
+
+    batch: int
+    goes_on: bool
+    alone: bool
+
+
 @dataclass(slots=True)
 class _Habit:
     """What a sequence is like: per level, its share of kept guesses; when it was last tried; how often a try has failed in a row.
@@ -179,25 +191,29 @@ class Pace:
         self._gain = 1.0  # how many times plain decoding's speed lately
         self._told = 0.0  # seconds of this round's passes, and of what a lookup took
         self._asked = 0.0  # of these, the lookup's
-        self._goes_on = False  # somebody waited for this round since the last
         self._ended: float | None = None
 
-    def begin(self, plan: StepPlan) -> None:
-        """Take note of a round that starts."""
+    def begin(self, plan: StepPlan) -> Begun:
+        """Take note of a round that starts, and return what is to be handed to `learn` after it."""
         for id in plan.ended:
             self._habits.pop(id, None)
         decoding = [s for s in plan.sequences if s.room]
-        self._goes_on = any(s.id in self._habits for s in decoding)
+        goes_on = any(s.id in self._habits for s in decoding)
         self._rounds += 1
         self._plainly = self._rounds % _FORGET == 0
-        self._batch = len(decoding)
         self._told = self._asked = 0.0
-        self._plain = self.plain_seconds(self._batch)
-        self._rows.clear()
+        self._turn_to(len(decoding))
         for s in decoding:
             if s.id not in self._habits:
                 self._habits[s.id] = _Habit(list(self._usual))
             self._habits[s.id].rounds += 1
+        return Begun(len(decoding), goes_on, len(decoding) == len(plan.sequences))
+
+    def _turn_to(self, batch: int) -> None:
+        """Reckon with so many sequences."""
+        self._batch = batch
+        self._plain = self.plain_seconds(batch)
+        self._rows.clear()
 
     def timed(self, cost: Cost, rows: int, seconds: float, times: int = 1) -> None:
         """Take note of what a pass of this round took, or each of so many."""
@@ -326,28 +342,32 @@ class Pace:
             total += turns * (windows[1] * self.guess.of(batch) + self.segments[0].of(batch))
         return total
 
-    def learn(self, plan: StepPlan, looks: Sequence[Look], timings: Timings) -> None:
-        """Learn from a round and what it took; before the next begins."""
+    def learn(self, begun: Begun, looks: Sequence[Look], timings: Timings) -> None:
+        """Learn from a round and what it took. looks: of the sequences for which somebody guessed.
+
+        Rounds may overlap: this one need not be the one that began last.
+        """
+        self._told = self._asked = 0.0
+        self._turn_to(begun.batch)
         for number, rows, seconds, times in timings.passes:
             self.timed(self.costs[number], rows, seconds, times)
         self.asked(timings.asked)
-        self.end(plan, looks, timings.start, timings.end)
+        self.end(begun, looks, timings.start, timings.end)
 
-    def end(self, plan: StepPlan, looks: Sequence[Look], start: float, now: float) -> None:
-        """Learn from a round that ran from `start` to `now` (seconds). looks: of the sequences for which somebody guessed."""
-        gap = start - self._ended if self._ended is not None and self._goes_on else 0.0
+    def end(self, begun: Begun, looks: Sequence[Look], start: float, now: float) -> None:
+        """Learn from a round that ran from `start` to `now` (seconds), whose passes have been told."""
+        gap = max(0.0, start - self._ended) if self._ended is not None and begun.goes_on else 0.0
         self._ended = now
         batch = self._batch
         if not batch:
             return
         spent = now - start + gap
-        alone = batch == len(plan.sequences)  # no prompt was read beside: the time is decoding's
-        if alone:
+        if begun.alone:  # the time is decoding's
             around = self._around_guesses if looks else self._around
             around.add(batch, max(0.0, spent - self._told))
         plain = self.plain_seconds(batch)
         if plain:
-            self._settle(plain, looks, spent if alone else None)
+            self._settle(plain, looks, spent if begun.alone else None)
         for look in looks:
             if look.straight:
                 continue

@@ -14,7 +14,8 @@ from hispec_ray.core.plan import Drafts, DraftStarts, IntArray, Rows, SequencePl
 from hispec_ray.model.decoder import ChooseGuess, by_rule, draft_by_passes
 from hispec_ray.request import Shape
 from hispec_ray.speculation.choice import choose_torch
-from hispec_ray.speculation.round import Level, Round
+from hispec_ray.speculation.levels import Level
+from hispec_ray.speculation.round import Round
 
 VOCABULARY = 8
 SIZE = 4  # tokens a block holds

@@ -52,7 +52,7 @@ class Machine:
         pace, top = self.pace, len(self.layers) - 1
         plan = StepPlan(tuple(plans))
         start = self.clock
-        pace.begin(plan)
+        begun = pace.begin(plan)
         windows = [pace.windows(part.id) for part in plans]
         seen = [[0] * (top + 1) for _ in plans]
         kept = [[0] * (top + 1) for _ in plans]
@@ -93,7 +93,7 @@ class Machine:
                 self.clock += seconds
         self.clock += self.inside
         looks = [Look(part.id, tokens[i], 0, seen[i], kept[i]) for i, part in enumerate(plans) if windows[i][-1]]
-        pace.end(plan, looks, start, self.clock)
+        pace.end(begun, looks, start, self.clock)
         self.clock += 0.04  # outside
         return tokens
 
@@ -165,7 +165,7 @@ def test_plain_decoding_alone_takes_nothing_from_the_accounts() -> None:
     for number in range(2000):
         batch = dice.choice((1, 8, 9, 13, 20)) if number < 1000 else 9
         plan = StepPlan(tuple(SequencePlan(i, (0,), 5, (0,), True, 20, 0.0, 0) for i in range(batch)))
-        pace.begin(plan)
+        begun = pace.begin(plan)
         before = pace._by_windows, pace._by_lookup
         start = clock
         for costs in (pace.segments, pace.heads):
@@ -174,7 +174,7 @@ def test_plain_decoding_alone_takes_nothing_from_the_accounts() -> None:
                 pace.timed(cost, batch, seconds)
                 clock += seconds
         clock += 0.5
-        pace.end(plan, [], start, clock)
+        pace.end(begun, [], start, clock)
         clock += 0.2
         most = 8 * pace.plain_seconds(batch)
         assert min(before[0], most) <= pace._by_windows
@@ -199,7 +199,7 @@ def test_a_lookup_that_is_silent_pays_for_being_asked() -> None:
     plan = StepPlan((SequencePlan(1, (0,), 5, (0,), True, 8, 0.0, 0),))
     clock = asked = 0.0
     for _ in range(1000):
-        pace.begin(plan)
+        begun = pace.begin(plan)
         start = clock
         if pace.takes_lookups():
             pace.asked(0.2)
@@ -207,7 +207,7 @@ def test_a_lookup_that_is_silent_pays_for_being_asked() -> None:
         pace.timed(pace.segments[0], 1, 0.9)
         pace.timed(pace.heads[0], 1, 0.1)
         clock += 1.1
-        pace.end(plan, [], start, clock)
+        pace.end(begun, [], start, clock)
     assert pace.plain_seconds(1) == pytest.approx(1.1, rel=0.01)
     assert 0 < asked < 0.03 * clock
 
@@ -220,14 +220,14 @@ def test_what_is_guessed_beside_prompts_is_learned_and_charged() -> None:
     opened = 0
     for number in range(400):
         plan = StepPlan((decoding,) if number < 20 else (decoding, prompt))
-        pace.begin(plan)
+        begun = pace.begin(plan)
         windows = pace.windows(1)
         opened += windows[-1] > 0 and number >= 100
         for level in range(3):
             pace.timed(pace.segments[level], 1 + windows[-1], 0.3)
             pace.timed(pace.heads[level], 1 + windows[-1], 0.01)
         pace.timed(pace.guess, 1, 0.3)
-        pace.end(plan, [Look(1, 1, 0, [0, 1, 1], [0, 0, 0])] if windows[-1] else [], clock, clock + 1.0)
+        pace.end(begun, [Look(1, 1, 0, [0, 1, 1], [0, 0, 0])] if windows[-1] else [], clock, clock + 1.0)
         clock += 1.0
     assert opened < 20, "nothing was ever kept"
 
@@ -236,12 +236,12 @@ def priced(row: float, batch: int = 1, window: int = 8) -> Pace:
     """A pace that has seen plain passes of a second each, and passes of more rows."""
     pace = Pace((window,), drafts=False)
     plan = StepPlan(tuple(SequencePlan(i, (0,), 5, (0,), True, window, 0.0, 0) for i in range(batch)))
-    pace.begin(plan)
+    begun = pace.begin(plan)
     for rows in (1, 2, 4):
         pace.timed(pace.segments[0], rows * batch, 1.0 + row * (rows - 1) * batch)
         pace.timed(pace.heads[0], rows * batch, 0.0)
-    pace.end(plan, [], 0.0, pace._told)
-    pace.begin(plan)
+    pace.end(begun, [], 0.0, pace._told)
+    begun = pace.begin(plan)
     return pace
 
 
@@ -255,18 +255,18 @@ def test_a_guess_is_priced_by_what_a_row_costs_and_a_token_is_worth(row: float, 
 def test_lookups_wait_until_plain_decoding_was_timed_and_stop_at_the_debt() -> None:
     pace = Pace((8,), drafts=False)
     plan = StepPlan((SequencePlan(1, (0,), 5, (0,), True, 8, 0.0, 0),))
-    pace.begin(plan)
+    begun = pace.begin(plan)
     assert pace.windows(1) == (0,)
     assert not pace.takes_lookups()
     pace = priced(0.1)
     assert pace.takes_lookups()
     clock = 10.0
     for _ in range(10):  # rounds of one token that take twice as long as plain decoding
-        pace.end(plan, [Look(1, 1, 3, [], [])], clock, clock + 2.0)
+        pace.end(begun, [Look(1, 1, 3, [], [])], clock, clock + 2.0)
         clock += 2.0
     assert not pace.takes_lookups()
     for _ in range(600):  # plain ones earn the allowance
-        pace.end(plan, [], clock, clock + 1.0)
+        pace.end(begun, [], clock, clock + 1.0)
         clock += 1.0
     assert pace.takes_lookups()
 
@@ -274,8 +274,8 @@ def test_lookups_wait_until_plain_decoding_was_timed_and_stop_at_the_debt() -> N
 def test_sequences_that_read_their_prompt_teach_nothing() -> None:
     pace = Pace((0, 2, 4), drafts=True)
     plan = StepPlan((SequencePlan(1, (0, 1, 2), 0, (0,), True, 0, 0.0, 0),))
-    pace.begin(plan)
-    pace.end(plan, [], 0.0, 1.0)
+    begun = pace.begin(plan)
+    pace.end(begun, [], 0.0, 1.0)
     assert pace.plain_seconds(1) == 0.0
 
 

@@ -14,7 +14,8 @@ from fakes import VOCABULARY, FakeModel, Say, Text, agreeing, finish, plainly, s
 from hispec_ray.core.plan import LevelCounts
 from hispec_ray.speculation.choice import choose_torch
 from hispec_ray.speculation.drafters import LookupDrafter
-from hispec_ray.speculation.round import Doubt, Level, Round
+from hispec_ray.speculation.levels import Doubt, Level
+from hispec_ray.speculation.round import Round
 
 FULL = 4
 NEVER, SELDOM, OFTEN, ALWAYS = 0.0, 0.3, 0.8, 1.0

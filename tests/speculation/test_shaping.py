@@ -15,7 +15,8 @@ from hispec_ray.core.plan import SequencePlan, StepPlan
 from hispec_ray.request import RequestError, SamplingParams, Shape
 from hispec_ray.speculation.choice import choose_torch
 from hispec_ray.speculation.drafters import LookupDrafter
-from hispec_ray.speculation.round import Level, Round
+from hispec_ray.speculation.levels import Level
+from hispec_ray.speculation.round import Round
 from hispec_ray.speculation.shaping import Shaper, kept
 
 FULL = 4
