@@ -113,10 +113,15 @@ class SharedExecutor:
         self.grammars = grammars
         self._round = round_for(speculation, decoder, layers, choose_native(1), drafter_for(speculation), grammars=grammars)
         self.sources = self._round.sources
+        self.lanes = 1
+        self._plan = StepPlan(())
+
+    def submit(self, plan: StepPlan) -> None:
+        self._plan = plan
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        return self._round.run(plan)
+    def collect(self) -> StepResult:
+        return self._round.run(self._plan)
 
 
 @pytest.fixture

@@ -70,15 +70,51 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the last stage has said to one sequence's window, for the stages before it.
+
+    tokens: committed; seconds: the full depth's second choice at each. adopted: number of the branch that was gone on from, among those
+    that were asked about; None for none. seen, kept: guesses looked at, up to the first that was not kept, and those that were kept.
+    """
+
+    tokens: list[int]
+    seconds: list[int]
+    adopted: int | None
+    seen: int
+    kept: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How a round came out, for those who need it before the next: what it took, and where stages lie above the first, their verdicts."""
+
+    timings: Timings
+    verdicts: tuple[Verdict, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One round for a batch of sequences. ended: ids of those that were planned before and will not be again, or only with a history.
 
-    timings: of the round before, for the pace, where several ranks must go by the same ones; None: each by its own.
+    done: rounds that came to their end since the last plan, the oldest first, where several processes must go by the same; None where
+        there is one process, which knows.
     """
 
     sequences: tuple[SequencePlan, ...]
     ended: tuple[int, ...] = ()
-    timings: Timings | None = None
+    done: tuple[Done, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tentative:
+    """What the first stage asks the last about one sequence, beside its plan's tokens.
+
+    tokens: the window; origins[i]: the source of tokens[i]. branches: (index, token, origin, line, home, block), see `state.Branch`.
+    """
+
+    tokens: list[int]
+    origins: list[int]
+    branches: list[tuple[int, int, int, int, int, int]]
 
 
 @dataclass(slots=True)
@@ -145,6 +181,7 @@ class StepResult:
     sequences: list[SequenceResult]
     levels: list[LevelCounts] = field(default_factory=list)
     timings: Timings = field(default_factory=Timings)
+    verdicts: tuple[Verdict, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,8 @@ class Scheduler:
         self._running: list[Sequence] = []  # in order of arrival
         self._waiting: deque[Sequence] = deque()  # in order of arrival, all after the running ones
         self._sequences: dict[int, Sequence] = {}
-        self._planned: dict[int, SequencePlan] = {}  # of the step in flight, not yet updated
+        self._planned: dict[int, SequencePlan] = {}  # of the plans in flight, not yet updated
+        self._leaving: set[int] = set()  # of these, aborted ones
         self._told: set[int] = set()  # running sequences whose tokens the shards know
         self._ended: list[int] = []  # that were told, and gave their blocks up since the last plan
         self._taken: tuple[int, ...] = ()  # of these, what the last plan carries
@@ -102,38 +103,48 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def abort(self, request_id: str) -> list[Sequence]:
-        """Drop the request's sequences, waiting or running, free their blocks at once, and return them (none when unknown).
+        """Drop the request's sequences, waiting or running, free their blocks, and return them (none when unknown).
 
-        Only between steps: a plan in flight may still write into the blocks. After a step that failed, abort forgets its plan.
+        The blocks of one that is in flight, which its plan may still write into, are free when that is updated: `update` finishes it
+        whatever it is told.
         """
-        dropped = [sequence for sequence in self._sequences.values() if sequence.request_id == request_id]
+        dropped = [s for s in self._sequences.values() if s.request_id == request_id and s.id not in self._leaving]
         for sequence in dropped:
-            self._finish(sequence)
+            if sequence.id in self._planned:
+                self._leaving.add(sequence.id)
+            else:
+                self._finish(sequence)
         return dropped
 
-    def schedule(self) -> StepPlan | None:
-        """Return the next step, or None when there is nothing to do. Raises RuntimeError while the last plan is not updated.
+    def schedule(self, lanes: int = 1) -> StepPlan | None:
+        """Return the next step, or None when there is nothing to do.
 
+        Sequences of plans in flight sit it out. lanes: how many plans may be in flight; each takes that part of the sequences, so that
+        all lanes have some.
         With one row left to run a sequence decodes: that row, and as much of the window as its limit and the free blocks allow.
         With more it runs a chunk of them, room 0, as long as the step's max_batch_rows and the blocks allow.
         """
-        if self._planned:
-            raise RuntimeError(f"sequences {sorted(self._planned)} of the last plan have not been updated")
         plans: list[SequencePlan] = []
         budget = self.max_batch_rows
         running = self._running
+        most = -(-min(len(running) + len(self._waiting), self.max_sequences) // lanes)
         if self.branches and self._scarce(0):
             for sequence in running:
                 self._drop_spare(sequence)
-        for sequence in running:  # the list loses its end while we walk it, never what we have passed
+        idle = [sequence for sequence in running if sequence.id not in self._planned]
+        for sequence in idle:
+            if len(plans) == most:
+                break
+            if sequence.status is not Status.RUNNING:  # preempted for one before it
+                continue
             wanted = self._wanted(sequence, budget)
             rows = self._claim(sequence, wanted)
-            while not rows and wanted and running[-1] is not sequence:
-                self._preempt(running.pop())
+            while not rows and wanted and (victim := self._behind(sequence)):
+                self._preempt(victim)
                 rows = self._claim(sequence, wanted)
             if rows:
                 budget -= self._plan(sequence, rows, plans)
-        while self._waiting and budget and len(running) < self.max_sequences:
+        while self._waiting and budget and len(running) < self.max_sequences and len(plans) < most:
             sequence = self._waiting[0]
             if not self._admit(sequence, budget):
                 break
@@ -155,6 +166,9 @@ class Scheduler:
         if plan is None:
             raise ValueError(f"sequence {sequence_id} is not in the step in flight")
         sequence = self._sequences[sequence_id]
+        if sequence_id in self._leaving:
+            self._finish(sequence)
+            return
         count = len(tokens)
         most = plan.room + 1 if plan.samples else 0
         if count > most or (plan.samples and not count and not finished):
@@ -172,8 +186,10 @@ class Scheduler:
             self._finish(sequence)
 
     def forget_plan(self) -> None:
-        """Take back the step in flight, which failed: its rows will be planned again, and written again from each watermark on."""
+        """Take back what is in flight, which failed: its rows will be planned again, and written again from each watermark on."""
         self._planned.clear()
+        for id in self._leaving.copy():
+            self._finish(self._sequences[id])
         self._ended += self._taken  # it may have failed before anybody took note of these
         self._ended += self._told  # what the shards have seen is not known: the next plans bring it all
         self._told.clear()
@@ -185,7 +201,7 @@ class Scheduler:
         """
         self.forget_plan()
         while self._running:
-            self._preempt(self._running.pop())
+            self._preempt(self._running[-1])
         self._ended.clear()  # whoever runs plans from here on has seen none of them
         self.pool.forget()
 
@@ -294,8 +310,14 @@ class Scheduler:
         self._running.append(self._waiting.popleft())
         return True
 
+    def _behind(self, sequence: Sequence) -> Sequence | None:
+        """The one to give way to a sequence: the last arrived, where it came after that and is not in flight."""
+        last = self._running[-1]
+        return None if last is sequence or last.id in self._planned else last
+
     def _preempt(self, sequence: Sequence) -> None:
-        """Take the blocks of the sequence that arrived last, already out of the running list, and put it back at the queue's head."""
+        """Take the blocks of the sequence that arrived last, and put it back at the queue's head."""
+        self._running.pop()
         self._surrender(sequence)
         sequence.status = Status.WAITING
         self._waiting.appendleft(sequence)
@@ -305,6 +327,7 @@ class Scheduler:
         """Forget a sequence, wherever it is."""
         (self._running if sequence.status is Status.RUNNING else self._waiting).remove(sequence)
         self._planned.pop(sequence.id, None)
+        self._leaving.discard(sequence.id)
         del self._sequences[sequence.id]
         self._surrender(sequence)
         sequence.status = Status.FINISHED

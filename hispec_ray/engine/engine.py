@@ -74,6 +74,7 @@ class Engine:
         self.scheduler = Scheduler(self.pool, limits.max_sequences, limits.max_batch_rows, limits.max_queued, window, branches)
         self.rebuilds = 0  # times that shards were lost
         self._losses = 0  # in a row
+        self._flying = 0  # rounds that have begun
         self.counts = [LevelCounts() for _ in self.levels]
         self.generated = 0
         self._detokenizer = Detokenizer(self.tokenizer)
@@ -182,22 +183,30 @@ class Engine:
         deltas = [TokenDelta(request_id, finish_reason=FinishReason.LENGTH) for request_id in self._empty]
         self._live.difference_update(self._empty)
         self._empty.clear()
-        plan = self.scheduler.schedule()
-        if plan is None:
-            return deltas
         try:
-            result = self.executor.execute(plan)
+            while self._flying < self.executor.lanes and (plan := self.scheduler.schedule(self.executor.lanes)):
+                self.executor.submit(plan)
+                self._flying += 1
+            if not self._flying:
+                return deltas
+            result = self.executor.collect()
+            self._flying -= 1
             self._losses = 0
         except ShardsLostError as error:
+            self._flying = 0
             self.scheduler.start_over()
             self._rebuild(error)
             return deltas
         except BaseException:
+            self._flying = 0
             self.scheduler.forget_plan()
             raise
         for counts, done in zip(self.counts, result.levels, strict=True):
             counts.add(done)
         for sequence in result.sequences:
+            if sequence.id not in self._answers:  # aborted in flight
+                self.scheduler.update(sequence.id, (), True)
+                continue
             if sequence.tokens:
                 deltas.append(self._judge(sequence))
                 continue

@@ -15,16 +15,21 @@ class ShardsLostError(RuntimeError):
 class Executor(Protocol):
     """Runs plans on the shards.
 
-    blocks: of the key-value pool; sources: see `Round`; window: most tentative tokens of a round; grammars: compiles those of requests.
+    blocks: of the key-value pool. lanes: plans that may be in flight at once, of different sequences. sources: see `Round`.
+    window: most tentative tokens of a round. grammars: compiles those of requests.
     """
 
     blocks: int
+    lanes: int
     sources: tuple[str, ...]
     window: int
     grammars: Grammars
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one round; one SequenceResult for each sequence of the plan, in its order. Raises ShardsLostError."""
+    def submit(self, plan: StepPlan) -> None:
+        """Begin a round. Raises ShardsLostError."""
+
+    def collect(self) -> StepResult:
+        """Wait for the round that began first; one SequenceResult for each sequence of its plan, in its order. Raises ShardsLostError."""
 
     def rebuild(self) -> None:
         """Start the shards anew after they were lost: same weights, empty caches. Raises ShardsLostError where they do not come up."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from hispec_ray.config import Settings
 from hispec_ray.core.plan import StepPlan, StepResult
 from hispec_ray.model.weights import ModelSource
@@ -17,9 +19,14 @@ class InlineExecutor:
         self.sources = self.shard.sources
         self.grammars = self.shard.grammars
         self.window = self.shard.levels[-1].window
+        self.lanes = 1
+        self._plans: deque[StepPlan] = deque()
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        return self.shard.execute(plan)
+    def submit(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+
+    def collect(self) -> StepResult:
+        return self.shard.execute(self._plans.popleft())
 
     def rebuild(self) -> None:
         raise AssertionError("a shard in this process is never lost")

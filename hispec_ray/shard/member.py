@@ -20,6 +20,7 @@ from hispec_ray.core.plan import StepPlan, StepResult
 from hispec_ray.model.parallel import ALONE, Collective
 from hispec_ray.model.weights import open_model
 from hispec_ray.shard.collectives import Group, Watched, collective_on_one_machine
+from hispec_ray.shard.line import Line
 from hispec_ray.shard.shard import Shard, blocks_that_fit
 from hispec_ray.shard.stages import deepest_exit, stages_of
 
@@ -52,6 +53,7 @@ class Member:
         self._watched = Watched()
         self._shard: Shard | None = None
         self._collective: Collective = ALONE
+        self._line: Line | None = None
         threading.Thread(target=self._watch, args=(settings.parallel.patience_s,), name="hispec-watch", daemon=True).start()
 
     def _watch(self, patience: float) -> None:
@@ -80,7 +82,9 @@ class Member:
         self._stage, self._rank = stage, rank
         cuda = self._settings.model.device == "cuda"
         if len(members) > 1:
-            dist.init_process_group("nccl" if cuda else "gloo", store=self._store, rank=me, world_size=len(members), timeout=_MEETING)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo", store=self._store, rank=me, world_size=len(members), timeout=_MEETING
+            )
         first = 0
         for s, ranks in enumerate(nodes):
             if len(ranks) > 1:  # every member makes every group: torch wants it so
@@ -88,6 +92,8 @@ class Member:
                 if s == stage:
                     self._collective = self._together(group, f"{name}-{s}", shared=not cuda and len(set(ranks)) == 1)
             first += len(ranks)
+        if len(nodes) > 1:
+            self._line = Line([len(ranks) for ranks in nodes], stage, rank, "cuda" if cuda else "cpu")
 
     def _together(self, group: dist.ProcessGroup, name: str, *, shared: bool) -> Collective:
         assert self._settings.parallel
@@ -113,13 +119,27 @@ class Member:
         return Facts(shard.weight_bytes, shard.cache_bytes, shard.sources, shard.levels[-1].window)
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult | bytes:
-        """Run one round. The first rank of a stage returns what came of it, the others a digest of the tokens: all must be the same."""
-        assert self._shard
-        result = self._shard.execute(plan)
-        return result if self._rank == 0 else digest(result)
+    def execute(self, plan: StepPlan) -> tuple[bytes, StepResult | None]:
+        """Do this member's part of a round.
 
+        Returns a digest of the tokens, the same from all ranks of a stage that agree, and from the first of them what was done.
+        """
+        shard = self._shard
+        assert shard
+        if self._line is None:
+            result = shard.execute(plan)
+            said: object = [(s.id, s.tokens) for s in result.sequences]
+        elif self._stage == 0:
+            asked, hidden, result = shard.ask(plan)
+            self._line.send(asked, hidden)
+            said = asked
+        else:
+            asked, hidden = self._line.receive()
+            hidden, result = shard.answer(plan, asked, hidden)
+            self._line.send(asked, hidden)
+            said = asked, [s.tokens for s in result.sequences]
+        return hashlib.blake2b(repr(said).encode(), digest_size=8).digest(), result if self._rank == 0 else None
 
-def digest(result: StepResult) -> bytes:
-    """Return what ranks that agree say alike of a round."""
-    return hashlib.blake2b(repr([(s.id, s.tokens) for s in result.sequences]).encode(), digest_size=8).digest()
+    def sent_bytes(self) -> int:
+        """Return how many bytes have gone on to the next stage since the start."""
+        return self._line.sent_bytes if self._line else 0

@@ -7,6 +7,8 @@ import logging
 import os
 import time
 import uuid
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +18,10 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hispec_ray.config import Settings
-from hispec_ray.core.plan import StepPlan, StepResult, Timings
+from hispec_ray.core.plan import Done, LevelCounts, StepPlan, StepResult, Timings
 from hispec_ray.model.weights import ModelSource
 from hispec_ray.shard.executor import ShardsLostError
-from hispec_ray.shard.member import Facts, Member, digest
+from hispec_ray.shard.member import Facts, Member
 from hispec_ray.shard.placement import reserve
 from hispec_ray.shard.stages import deepest_exit, stages_of
 from hispec_ray.speculation.grammar import Grammars
@@ -55,7 +57,9 @@ class RayExecutor:
         self._stages = stages_of(settings.parallel, a, deepest_exit(settings.speculation, a.layers))
         self._group: PlacementGroup | None = None
         self._members: list[Any] = []
-        self._timings: Timings | None = None
+        self.lanes = min(2, len(self._stages))  # so that two stages both work
+        self._flying: deque[tuple[float, list[Any]]] = deque()  # rounds that have begun: when, and the calls
+        self._done: list[Done] = []  # rounds that ended since the last plan
         self.grammars: Grammars = Grammars(source.byte_tokenizer)
         self.blocks, self.facts = self._start(None)
         self.sources, self.window = self.facts[0].sources, self.facts[0].window
@@ -100,13 +104,30 @@ class RayExecutor:
         """What every member returns. Raises RayError."""
         return list(ray.get([getattr(member, method).remote(*arguments) for member in self._members]))
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        plan = replace(plan, timings=self._timings)
-        answers = self._answers([member.execute.remote(plan) for member in self._members])
-        result: StepResult = answers[0]
-        if any(answer != digest(result) for answer in answers[1:]):
-            raise ShardsLostError("ranks came to different tokens")
-        self._timings = result.timings
+    def submit(self, plan: StepPlan) -> None:
+        plan = replace(plan, done=tuple(self._done))
+        self._done.clear()
+        try:
+            calls = [member.execute.remote(plan) for member in self._members]
+        except RayError as error:
+            raise ShardsLostError(f"a shard is lost: {_one_line(error)}") from error
+        self._flying.append((time.perf_counter(), calls))
+
+    def collect(self) -> StepResult:
+        begun, calls = self._flying.popleft()
+        answers = self._answers(calls)
+        results: list[StepResult] = []
+        first = 0
+        for number, stage in enumerate(self._stages):
+            said = answers[first : first + len(stage.pieces)]
+            if len({digest for digest, _ in said}) > 1:
+                raise ShardsLostError(f"the ranks of stage {number} came to different tokens")
+            results.append(said[0][1])
+            first += len(stage.pieces)
+        result = merged(results)
+        if len(results) > 1:  # their clocks may differ: by this one
+            result.timings.start, result.timings.end = begun, time.perf_counter()
+        self._done.append(Done(result.timings, result.verdicts))
         return result
 
     def _answers(self, calls: list[Any]) -> list[Any]:
@@ -128,7 +149,8 @@ class RayExecutor:
     def rebuild(self) -> None:
         started = time.monotonic()
         self.close()
-        self._timings = None
+        self._flying.clear()
+        self._done.clear()
         try:
             self._start(self.blocks)
         except ValueError as error:  # a cluster that has become too small
@@ -144,6 +166,25 @@ class RayExecutor:
         if group is not None:
             with contextlib.suppress(RayError):
                 remove_placement_group(group)
+
+
+def merged(results: Sequence[StepResult]) -> StepResult:
+    """Return what the stages have done of a round together, from the lowest to the last, which knows what came of it."""
+    last, counts = results[-1], [LevelCounts() for _ in results[0].levels]
+    for result in results:
+        for total, part in zip(counts, result.levels, strict=True):
+            total.add(part)
+    passes = list(results[0].timings.passes)
+    for result in results[1:]:
+        for cost, rows, seconds, times in result.timings.passes:
+            # a pass whose layers lie in several stages is one
+            at = next((i for i, one in enumerate(passes) if one[:2] == (cost, rows)), None)
+            if at is None:
+                passes.append((cost, rows, seconds, times))
+            else:
+                passes[at] = (cost, rows, passes[at][2] + seconds, times)
+    timings = Timings(results[0].timings.start, last.timings.end, results[0].timings.asked, passes)
+    return StepResult(last.sequences, counts, timings, last.verdicts)
 
 
 def _one_line(error: Exception) -> str:

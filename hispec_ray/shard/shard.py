@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hispec_ray.config import Settings, SpeculationSettings
-from hispec_ray.core.plan import StepPlan, StepResult
+from hispec_ray.core.plan import StepPlan, StepResult, Tentative
 from hispec_ray.model.architecture import Architecture, check_exits
 from hispec_ray.model.decoder import Decoder
 from hispec_ray.model.heads import Heads, exit_layers, load_heads, piece_of_heads
@@ -25,6 +25,7 @@ from hispec_ray.speculation.drafters import Drafter, LookupDrafter
 from hispec_ray.speculation.grammar import Grammars
 from hispec_ray.speculation.levels import Doubt, Level, Model
 from hispec_ray.speculation.round import Round
+from hispec_ray.speculation.upper import Upper
 
 logger = logging.getLogger(__name__)
 
@@ -66,16 +67,23 @@ def round_for(
     own: Mapping[int, int] | None = None,
     clock: Callable[[], float] = time.perf_counter,
     grammars: Grammars | None = None,
+    end: int | None = None,
 ) -> Round:
-    """Return the round of the method: its levels, what they do where they are unsure, and its pace. own: see `levels_for`."""
-    doubt = Doubt(speculation.stop_below, speculation.branch_below, speculation.branches)
+    """Return the round of the method: its levels, what they do where they are unsure, and its pace. own: see `levels_for`.
+
+    end: see `Round`.
+    """
     levels, paced = levels_for(speculation, layers, own), speculation.pace == "auto"
-    confidence = speculation.lookup_confidence
-    return Round(model, levels, choose, drafter, doubt, confidence=confidence, paced=paced, clock=clock, grammars=grammars)
+    confidence, doubt = speculation.lookup_confidence, _doubt(speculation)
+    return Round(model, levels, choose, drafter, doubt, confidence=confidence, paced=paced, clock=clock, grammars=grammars, end=end)
+
+
+def _doubt(speculation: SpeculationSettings) -> Doubt:
+    return Doubt(speculation.stop_below, speculation.branch_below, speculation.branches)
 
 
 class Shard:
-    """The model of one process behind one method: `execute`.
+    """The part of a model that one process has, behind one method: `execute`, or in a stage of several `ask` and `answer`.
 
     levels: of the method, see `levels_for`; sources: who may have chosen a token first, see `Round`; blocks: of the key-value pool;
     weight_bytes, cache_bytes: what the weights and the pool take.
@@ -102,11 +110,11 @@ class Shard:
         if like and not _shares_weights(settings, like.settings):
             raise ValueError("engines share weights only where model, cache.block_size and speculation.exits.heads are the same")
         dtype: torch.dtype = getattr(torch, settings.model.dtype)
-        heads = _heads_for(speculation, source, dtype)
+        piece = piece or whole(architecture)
+        heads = _heads_for(speculation, source, dtype) if piece.embeds else None
         own = like.decoder.exit_layers if like else exit_layers(heads, architecture.layers)
         self.levels = levels_for(speculation, architecture.layers, own)
         native = isinstance(like.decoder, NativeDecoder) if like else _wants_native(settings)
-        piece = piece or whole(architecture)
         block_bytes = _block_bytes(settings, architecture, piece, len(own), native=native)
         self.blocks = _block_count(settings, block_bytes)
         self.cache_bytes = self.blocks * block_bytes
@@ -135,18 +143,36 @@ class Shard:
                 "(cache.memory_gib or cache.blocks), do not fit into memory"
             ) from error
         self.grammars: Grammars = like.grammars if like else Grammars(source.byte_tokenizer)
-        drafter = drafter_for(speculation)
-        self._round = round_for(speculation, self.decoder, architecture.layers, self.choose, drafter, own, grammars=self.grammars)
-        self.sources = self._round.sources
+        drafter, first, end = drafter_for(speculation), piece.layers.start, piece.layers.stop
+        self._round: Round | None = None
+        self._upper: Upper | None = None
+        if piece.embeds:
+            parts: dict[str, Any] = {"drafter": drafter, "own": own, "grammars": self.grammars, "end": end}
+            self._round = round_for(speculation, self.decoder, architecture.layers, self.choose, **parts)
+        else:
+            told: dict[str, Any] = {"lookup": drafter is not None, "first": first, "end": end, "grammars": self.grammars}
+            self._upper = Upper(self.decoder, self.levels, self.choose, _doubt(speculation), **told)
+        self.sources = (self._round or self._upper).sources  # type: ignore[union-attr]
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one round; see `Round.run`."""
+        assert self._round
         return self._round.run(plan)
+
+    def ask(self, plan: StepPlan) -> tuple[list[Tentative], torch.Tensor, StepResult]:
+        """Begin a round that stages above this one end; see `Round.ask`."""
+        assert self._round
+        return self._round.ask(plan)
+
+    def answer(self, plan: StepPlan, asked: Sequence[Tentative], hidden: torch.Tensor) -> tuple[torch.Tensor, StepResult]:
+        """Go on with a round of the stages below; see `Upper.answer`."""
+        assert self._upper
+        return self._upper.answer(plan, asked, hidden)
 
     @property
     def peak_held_bytes(self) -> int:
         """Most bytes of hidden rows that waited between segments at once: what the hierarchy adds to weights and cache."""
-        return self._round.peak_held_bytes
+        return self._round.peak_held_bytes if self._round else 0
 
 
 def _wants_native(settings: Settings) -> bool:
@@ -178,8 +204,8 @@ def _heads_for(speculation: SpeculationSettings, source: ModelSource, dtype: tor
 
 def blocks_that_fit(settings: Settings, source: ModelSource, piece: Piece) -> int:
     """Return how many blocks the cache of this piece's process gets. Raises ValueError as `Shard`."""
-    heads = _heads_for(settings.speculation, source, torch.bfloat16)
-    own = len(exit_layers(heads, source.architecture.layers)) if piece.embeds else 0
+    heads = _heads_for(settings.speculation, source, torch.bfloat16) if piece.embeds else None
+    own = len(exit_layers(heads, source.architecture.layers))
     return _block_count(settings, _block_bytes(settings, source.architecture, piece, own, native=_wants_native(settings)))
 
 

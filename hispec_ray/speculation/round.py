@@ -23,6 +23,7 @@ known token, and a rejected token only lowers watermarks.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from hispec_ray.core.plan import DraftStarts, LevelCounts, SequenceResult, StepPlan, StepResult
+from hispec_ray.core.plan import DraftStarts, LevelCounts, SequenceResult, StepPlan, StepResult, Tentative, Timings, Verdict
 from hispec_ray.speculation.choice import Choices, Choose
 from hispec_ray.speculation.drafters import Drafter, Guess
 from hispec_ray.speculation.grammar import Grammars
@@ -42,12 +43,12 @@ from hispec_ray.speculation.state import RoundState, SequenceState
 
 
 @dataclass(slots=True)
-class _Played:
-    """A round that came to its end, until the pace has learned from it."""
+class _Open:
+    """A round from its beginning until the pace has learned from it. ended: it came to its end."""
 
     turn: Turn
-    begun: Begun
-    looks: list[Look]
+    begun: Begun | None
+    ended: bool = False
 
 
 class Round:
@@ -59,6 +60,7 @@ class Round:
     sources: see `Hierarchy`.
     paced: windows are up to those of the levels, as the pace chooses (see `pace`); otherwise always theirs.
     clock: seconds, for the pace. grammars: for the shapes that have one.
+    end: depth at which the layers end that are in this process: below the full depth `ask` takes the place of `run`.
     peak_held_bytes: most bytes of hidden rows that waited between segments at once, since the start.
     """
 
@@ -74,6 +76,7 @@ class Round:
         paced: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         grammars: Grammars | None = None,
+        end: int | None = None,
     ) -> None:
         cast = self._cast = Hierarchy(levels, lookup=drafter is not None)
         self._model = model
@@ -83,26 +86,48 @@ class Round:
         self._confidence = confidence
         self._clock = clock
         self._shaper = Shaper(grammars)
-        self._looker = Looker(model, cast, choose, self._shaper, doubt, clock, cast.levels[-1].depth)
+        self._looker = Looker(model, cast, choose, self._shaper, doubt, clock, end or cast.levels[-1].depth)
         guesses = cast.windows[-1] > 0
         self._pace = Pace(cast.windows, drafts=cast.bottom == 1, lookups=drafter is not None) if paced and guesses else None
         self.sources = cast.sources
         self.peak_held_bytes = 0
-        self._played: _Played | None = None
+        self._open: deque[_Open] = deque()
 
     def run(self, plan: StepPlan) -> StepResult:
         """Commit at least one token for every sequence that samples, and at most `room + 1`."""
-        turn, begun = self._begin(plan)
+        turn = self._begin(plan)
         self._advance(turn, self._cast.top, turn.state.sequences)
-        return self._end(turn, begun)
+        return self._end(self._open[-1])
 
-    def _begin(self, plan: StepPlan) -> tuple[Turn, Begun | None]:
-        begun = None
-        if self._pace:
-            if self._played:
-                self._pace.learn(self._played.begun, self._played.looks, plan.timings or self._played.turn.timings)
-            self._played = None
-            begun = self._pace.begin(plan)
+    def ask(self, plan: StepPlan) -> tuple[list[Tentative], torch.Tensor, StepResult]:
+        """Begin a round, up to the question that the stages above answer; how they did is said by the `done` of a later plan.
+
+        Returns what is asked, the hidden rows `[R, width]` of all that is asked about, and what was done here, without sequences.
+        """
+        turn = self._begin(plan)
+        states = turn.state.sequences
+        self._fill(turn, self._cast.top, states)
+        hidden, _ = self._looker.run_segments(turn, self._cast.top, states)
+        turn.timings.end = self._clock()
+        asked = [
+            Tentative(s.tokens[s.first :], s.origins, [(b.index, b.token, b.origin, b.line, b.home, b.block) for b in s.branches])
+            for s in states
+        ]
+        return asked, hidden, StepResult([], turn.counts, turn.timings)
+
+    def _begin(self, plan: StepPlan) -> Turn:
+        if plan.done is None:
+            while self._open:
+                open_ = self._open.popleft()
+                if open_.ended:
+                    self._learn(open_, open_.turn.timings)
+        else:
+            for done in plan.done:
+                open_ = self._open.popleft()
+                if done.verdicts:
+                    self._take(open_, done.verdicts)
+                self._learn(open_, done.timings)
+        begun = self._pace.begin(plan) if self._pace else None
         turn = Turn(plan, RoundState(plan, self._cast.windows, self._doubt.branches, self._model), [LevelCounts() for _ in self.sources])
         turn.timings.start = self._clock()
         self._shaper.begin(plan)
@@ -111,11 +136,29 @@ class Round:
         if self._pace:
             for s in turn.state.sequences:
                 self._set_pace(turn, self._pace, s)
-        return turn, begun
+        self._open.append(_Open(turn, begun))
+        return turn
 
-    def _end(self, turn: Turn, begun: Begun | None) -> StepResult:
+    def _take(self, open_: _Open, verdicts: Sequence[Verdict]) -> None:
+        """Take up what the last stage has said."""
+        state, top = open_.turn.state, self._cast.top
+        for s, verdict in zip(state.sequences, verdicts, strict=True):
+            if verdict.adopted is not None:
+                state.adopt(s, s.branches[verdict.adopted], held=False)
+            s.tokens[s.first :] = verdict.tokens
+            s.seconds, s.seen[top], s.kept[top] = verdict.seconds, verdict.seen, verdict.kept
+        self._end(open_)
+
+    def _learn(self, open_: _Open, timings: Timings) -> None:
+        if not self._pace or not open_.begun:
+            return
+        guessed = [s for s in open_.turn.state.sequences if s.windows[-1] and s.plan.room]
+        looks = [Look(s.plan.id, len(s.tokens) - s.first, len(s.direct), s.seen, s.kept) for s in guessed]
+        self._pace.learn(open_.begun, looks, timings)
+
+    def _end(self, open_: _Open) -> StepResult:
         """Take down what the full depth has committed, for the rounds to come."""
-        results = []
+        turn, results = open_.turn, []
         for s in turn.state.sequences:
             committed = s.tokens[s.first :]
             result = SequenceResult(s.plan.id, committed, s.origins, s.logprobs, s.prompt_logprobs)
@@ -125,10 +168,7 @@ class Round:
                 self._shaper.committed(s.plan.id, committed)
                 result.failed = self._shaper.failed(s.plan.id)
             results.append(result)
-        if begun:
-            guessed = [s for s in turn.state.sequences if s.windows[-1] and s.plan.room]
-            looks = [Look(s.plan.id, len(s.tokens) - s.first, len(s.direct), s.seen, s.kept) for s in guessed]
-            self._played = _Played(turn, begun, looks)
+        open_.ended = True
         self.peak_held_bytes = max(self.peak_held_bytes, turn.state.held_bytes)
         turn.timings.end = self._clock()
         return StepResult(results, turn.counts, turn.timings)

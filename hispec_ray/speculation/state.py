@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from hispec_ray.core.plan import IntArray, Rows, SequencePlan, StepPlan
+from hispec_ray.core.plan import IntArray, Rows, SequencePlan, StepPlan, Tentative
 from hispec_ray.request import TokenLogprob
 from hispec_ray.speculation.drafters import Guess
 
@@ -51,11 +51,12 @@ class SequenceState:
     line: the sequence's line in the block tables; home: of its first token in the held rows.
     seen[l], kept[l]: guesses that level l looked at, up to the first that it did not keep.
     spare: (line of the block tables, line of the held rows, block) that a branch may take. seconds: the top's second choices at the end.
+    adopted: the branch that was gone on from last.
     rows: of what the top looked at, those whose choices were committed. logprobs, prompt_logprobs: see `SequenceResult`.
     """
 
     __slots__ = (
-        "branches", "direct", "first", "home", "kept", "line", "logprobs", "marks", "origins",
+        "adopted", "branches", "direct", "first", "home", "kept", "line", "logprobs", "marks", "origins",
         "plan", "prompt_logprobs", "ready", "rows", "seconds", "seen", "settled", "spare", "tokens", "windows",
     )  # fmt: skip
 
@@ -73,6 +74,7 @@ class SequenceState:
         self.marks = [0] * levels
         self.ready = False
         self.branches: list[Branch] = []
+        self.adopted: Branch | None = None
         self.spare: list[tuple[int, int, int]] = []
         self.seconds: list[int] = []
         self.rows: list[int] = []
@@ -146,6 +148,20 @@ class RoundState:
         s.branches.append(Branch(index, token, origin, line, home, block, ran))
         return True
 
+    def restore(self, s: SequenceState, asked: Tentative) -> None:
+        """Take up what another process has before it, in a cache that holds the sequence up to the plan's start."""
+        size = self._memory.block_size
+        s.tokens += asked.tokens
+        s.origins += asked.origins
+        for index, token, origin, line, home, block in asked.branches:
+            position = s.plan.start + index
+            self.tables[line] = self.tables[s.line]
+            self.tables[line, position // size] = block
+            places = np.arange(max(0, s.plan.start - position // size * size))  # what follows is run, or not there
+            if len(places):
+                self._memory.copy_slots(s.plan.blocks[position // size] * size + places, block * size + places)
+            s.branches.append(Branch(index, token, origin, line, home, block))
+
     def adopt(self, s: SequenceState, branch: Branch, *, held: bool) -> None:
         """Go on from a branch: its row takes the place of the token that stood there. held: its hidden row is still needed."""
         size = self._memory.block_size
@@ -158,6 +174,7 @@ class RoundState:
             rows[s.home + branch.index] = rows[branch.home]
         s.tokens.append(branch.token)
         s.origins.append(branch.origin)
+        s.adopted = branch
 
     def rows(self, segment: int, states: Sequence[SequenceState]) -> tuple[Rows, list[int]]:
         """The rows that the segment has not run, each sequence's tokens and then its branches, and their places among the held rows."""

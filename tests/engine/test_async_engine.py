@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hispec_ray import LLM, FinishReason, RequestError, SamplingParams
-from hispec_ray.core.plan import StepPlan, StepResult
+from hispec_ray.core.plan import StepResult
 from hispec_ray.engine.async_engine import AsyncEngine, EngineDeadError
 from hispec_ray.request import GenerationRequest, QueueFullError, TokenDelta
 
@@ -22,17 +22,17 @@ class Gate:
     """Stands before an executor: lets one plan through at a time, when told to, or fails instead."""
 
     def __init__(self, llm: LLM) -> None:
-        self._execute = llm.engine.executor.execute
+        self._collect = llm.engine.executor.collect
         self.error: Exception | None = None
         self.arrived, self._open = threading.Semaphore(0), threading.Semaphore(0)
-        llm.engine.executor.execute = self  # type: ignore[method-assign, assignment]
+        llm.engine.executor.collect = self  # type: ignore[method-assign, assignment]
 
-    def __call__(self, plan: StepPlan) -> StepResult:
+    def __call__(self) -> StepResult:
         self.arrived.release()
         assert self._open.acquire(timeout=PATIENCE)
         if self.error is not None:
             raise self.error
-        return self._execute(plan)
+        return self._collect()
 
     def open(self, steps: int = 1) -> None:
         self._open.release(steps)

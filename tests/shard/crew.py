@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
-from hispec_ray.config import Settings
-from hispec_ray.core.plan import StepPlan, StepResult
-from hispec_ray.model.parallel import Collective, piece_of
+from hispec_ray.config import ParallelSettings, Settings
+from hispec_ray.core.plan import Done, StepPlan, StepResult
+from hispec_ray.model.parallel import Collective
 from hispec_ray.model.weights import ModelSource
+from hispec_ray.shard.ray_group import merged
 from hispec_ray.shard.shard import Shard
+from hispec_ray.shard.stages import Stage, deepest_exit, stages_of
 
 T = TypeVar("T")
 _PATIENCE = 60
@@ -74,27 +79,56 @@ def together(size: int, work: Callable[[Collective], T]) -> list[T]:
 
 
 class Crew:
-    """An executor over one stage of ranks that are threads. results: of the last plan, by rank."""
+    """An executor over stages of ranks that are threads. results: by stage and rank, of the last round."""
 
-    def __init__(self, settings: Settings, source: ModelSource, ranks: int) -> None:
+    def __init__(self, settings: Settings, source: ModelSource, *ranks: int, layers: Sequence[int] = (), lanes: int = 1) -> None:
+        """ranks: of each stage; layers: of each stage, where there are several."""
+        asked = [{"tp": tp, "layers": count} for tp, count in zip(ranks, layers or (None,), strict=True)]
         a = source.architecture
-        self.ranks = ranks
-        self.meeting = Meeting(ranks)
+        parallel = ParallelSettings.model_validate({"stages": asked})
+        self.stages = stages_of(parallel, a, deepest_exit(settings.speculation, a.layers))
+        self.meetings = [Meeting(count) for count in ranks]
+        self.shards: list[list[Shard]] = []
+        for stage, meeting in zip(self.stages, self.meetings, strict=True):
 
-        def make(collective: Collective) -> Shard:
-            piece = piece_of(a, range(a.layers), ranks, collective.rank)
-            return Shard(settings, source, piece=piece, collective=Threads(self.meeting, collective.rank))
+            def make(collective: Collective, stage: Stage = stage, meeting: Meeting = meeting) -> Shard:
+                return Shard(settings, source, piece=stage.pieces[collective.rank], collective=Threads(meeting, collective.rank))
 
-        self.shards: list[Shard] = together(ranks, make)
-        first = self.shards[0]
-        self.blocks, self.sources, self.grammars, self.window = first.blocks, first.sources, first.grammars, first.levels[-1].window
-        self.results: Sequence[StepResult] = ()
-        self._timings = None
+            self.shards.append(together(len(stage.pieces), make))
+        first = self.shards[0][0]
+        self.blocks = min(shard.blocks for ranks in self.shards for shard in ranks)
+        self.sources, self.grammars, self.window = first.sources, first.grammars, first.levels[-1].window
+        self.lanes = lanes
+        self.results: list[list[StepResult]] = []
+        self.most_in_flight = 0
+        self._flying: deque[tuple[StepPlan, list[Any]]] = deque()
+        self._done: list[Done] = []
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        timed = StepPlan(plan.sequences, plan.ended, self._timings)
-        self.results = together(self.ranks, lambda collective: self.shards[collective.rank].execute(timed))
-        for other in self.results[1:]:
-            assert [s.tokens for s in other.sequences] == [s.tokens for s in self.results[0].sequences], "ranks disagree"
-        self._timings = self.results[0].timings
-        return self.results[0]
+    def submit(self, plan: StepPlan) -> None:
+        """The first stage's part of the round is done at once, as if the others were slow."""
+        plan = replace(plan, done=tuple(self._done))
+        self._done.clear()
+        one = len(self.stages) == 1
+        said = self._on(0, lambda shard: ([], None, shard.execute(plan)) if one else shard.ask(plan))
+        self._flying.append((plan, said))
+        self.most_in_flight = max(self.most_in_flight, len(self._flying))
+
+    def collect(self) -> StepResult:
+        plan, said = self._flying.popleft()
+        self.results = [[result for _, _, result in said]]
+        asked, hidden, _ = said[0]
+        asked = pickle.loads(pickle.dumps(asked))  # it crosses a process
+        for stage in range(1, len(self.stages)):
+            answers = self._on(stage, lambda shard, rows=hidden: shard.answer(plan, asked, rows.clone()))
+            hidden = answers[0][0]
+            assert all(torch.equal(hidden, other) for other, _ in answers[1:]), "ranks disagree"
+            self.results.append([result for _, result in answers])
+        for ranks in self.results:
+            tokens = [[s.tokens for s in result.sequences] for result in ranks]
+            assert all(other == tokens[0] for other in tokens[1:]), "ranks disagree"
+        result = merged([ranks[0] for ranks in self.results])
+        self._done.append(Done(result.timings, result.verdicts))
+        return result
+
+    def _on(self, stage: int, work: Callable[[Shard], Any]) -> list[Any]:
+        return together(len(self.stages[stage].pieces), lambda collective: work(self.shards[stage][collective.rank]))
