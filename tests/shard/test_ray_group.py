@@ -1,0 +1,188 @@
+"""Shards in processes of their own, in a real Ray cluster: the same text, and what happens when one dies or hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.util import placement_group_table
+from shard.test_ranks import ASKED, PROMPTS, texts
+from shared import settings_of
+
+from hispec_ray import LLM, SamplingParams, Settings
+from hispec_ray.shard.executor import ShardsLostError
+from hispec_ray.shard.ray_group import RayExecutor
+
+CPUS = 8
+HISPEC = ("hispec", 1, 3, 2, 4)
+LONG = SamplingParams(temperature=0.8, seed=5, max_tokens=300, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=CPUS, include_dashboard=False, log_to_driver=False, address="local", logging_level="error")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_folder: Path) -> LLM:
+    return LLM(settings(tiny_folder))
+
+
+def settings(folder: Path, *stages: dict[str, int], **parallel: Any) -> Settings:
+    found = settings_of({"path": str(folder), "dtype": "float32", "threads": 1}, *HISPEC).model_dump()
+    if stages:
+        found["parallel"] = {"stages": stages, **parallel}
+    return Settings.model_validate(found)
+
+
+def group(folder: Path, *stages: dict[str, int], **parallel: Any) -> LLM:
+    """Ranks add up by gloo, which waits where shared memory spins: these tests share two cores with Ray."""
+    return LLM(settings(folder, *stages, **{"shared_memory": False, **parallel}))
+
+
+def executor_of(llm: LLM) -> RayExecutor:
+    assert isinstance(llm.engine.executor, RayExecutor)
+    return llm.engine.executor
+
+
+def pids(llm: LLM) -> list[int]:
+    return [ray.get(member.alive.remote()) for member in executor_of(llm)._members]
+
+
+def leftovers() -> list[str]:
+    """Members that live, reservations, and shared memory that nobody cleans up: once Ray has had the time to end them."""
+
+    def found() -> list[str]:
+        members = [
+            " ".join(_words(process)) for process in psutil.Process().children(recursive=True) if "_Actor" in " ".join(_words(process))
+        ]
+        groups = [str(group["name"]) for group in placement_group_table().values() if group["state"] != "REMOVED"]
+        return [*members, *groups, *(path.name for path in Path("/dev/shm").glob("deepspeed*"))]
+
+    deadline = time.monotonic() + 10
+    while (left := found()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return []
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [[{"tp": 2}], [{"tp": 1, "layers": 3}, {"tp": 1, "layers": 5}], [{"tp": 2, "layers": 4}, {"tp": 1, "layers": 4}]],
+    ids=["two ranks", "two stages", "two ranks, then one"],
+)
+def test_the_text_of_one_process(stages: list[dict[str, int]], tiny_folder: Path, alone: LLM) -> None:
+    llm = group(tiny_folder, *stages)
+    assert texts(llm) == texts(alone)
+    assert llm.engine.counts[-1].own > 0
+    llm.engine.close()
+    assert not leftovers()
+
+
+def test_a_killed_shard_costs_nobody_a_token(tiny_folder: Path, alone: LLM) -> None:
+    """One member of each stage is killed in the middle: the texts come out whole, and nothing is left of the dead."""
+    llm = group(tiny_folder, {"tp": 2, "layers": 4}, {"tp": 1, "layers": 4})
+    expected = [choice.choices[0].token_ids for choice in alone.generate(PROMPTS, LONG)]
+    for victim in (2, 0):
+        before = pids(llm)
+        after_a_while = threading.Timer(0.3, os.kill, (before[victim], signal.SIGKILL))
+        after_a_while.start()
+        found = [choice.choices[0].token_ids for choice in llm.generate(PROMPTS, LONG)]
+        after_a_while.join()
+        assert found == expected
+        assert not set(before) & set(pids(llm)), "all were started anew"
+    assert llm.engine.rebuilds == 2
+    llm.engine.scheduler.check_integrity()
+    assert llm.engine.pool.used == 0
+    llm.engine.close()
+    assert not leftovers()
+
+
+@pytest.mark.parametrize("stages", [[{"tp": 2}], [{"tp": 1, "layers": 4}, {"tp": 1, "layers": 4}]], ids=["ranks", "stages"])
+def test_a_shard_that_hangs_is_noticed_and_replaced(stages: list[dict[str, int]], tiny_folder: Path, alone: LLM) -> None:
+    llm = group(tiny_folder, *stages, patience_s=2)
+    expected = alone.generate(PROMPTS[0], LONG)[0].choices[0].token_ids
+    stopped: list[float] = []
+
+    def stop() -> None:
+        stopped.append(time.monotonic())
+        os.kill(victim, signal.SIGSTOP)
+
+    victim = pids(llm)[1]
+    noticed: list[float] = []
+    executor = executor_of(llm)
+    rebuild = executor.rebuild
+
+    def rebuilding() -> None:
+        noticed.append(time.monotonic())
+        rebuild()
+
+    executor.rebuild = rebuilding  # type: ignore[method-assign]
+    after_a_while = threading.Timer(0.3, stop)
+    after_a_while.start()
+    assert llm.generate(PROMPTS[0], LONG)[0].choices[0].token_ids == expected
+    after_a_while.join()
+    assert len(noticed) == 1
+    assert noticed[0] - stopped[0] < 5
+    llm.engine.close()
+    assert not leftovers()
+
+
+def test_three_losses_in_a_row_are_the_end(tiny_folder: Path) -> None:
+    llm = group(tiny_folder, {"tp": 1, "layers": 4}, {"tp": 1, "layers": 4})
+    executor = executor_of(llm)
+
+    def lost() -> Any:
+        raise ShardsLostError("a shard is lost: for the test")
+
+    executor.collect = lost  # type: ignore[method-assign]
+    with pytest.raises(ShardsLostError, match="for the test"):
+        llm.generate(PROMPTS[0], ASKED[0])
+    assert llm.engine.rebuilds == 3
+    llm.engine.close()
+    assert not leftovers()
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([{"tp": 7}], "parallel.stages.0.tp is 7; it must be from 1 to 6 for this model of 6 query heads"),
+        ([{"layers": 2}, {"layers": 6}], r"parallel.stages.0.layers is 2; .* it must be from 3 \(the check exit\) to 7"),
+        ([{"layers": 4}, {"layers": 5}], r"parallel.stages have 4 \+ 5 = 9 layers; they must add up to the model's 8"),
+        ([{"layers": 9}], "parallel.stages have 9 layers; they must add up to the model's 8"),
+        ([{"layers": 4}, {}], "parallel.stages.1.layers is missing"),
+        ([{"tp": 5, "layers": 4}, {"tp": 5, "layers": 4}], "stages of 5, 5 ranks do not fit into this cluster, whose nodes have 8 CPU"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused_before_anything_is_read(stages: list[dict[str, int]], message: str, tiny_folder: Path) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        group(tiny_folder, *stages)
+    assert "\n" not in str(refused.value)
+    assert not leftovers()
+
+
+def test_two_groups_share_a_machine_and_its_memory(tiny_folder: Path, alone: LLM) -> None:
+    """By shared memory here: neither reads what the other writes."""
+    one, other = (group(tiny_folder, {"tp": 2}, shared_memory=True, patience_s=60) for _ in range(2))
+    asked = SamplingParams(temperature=0, max_tokens=6)
+    expected = alone.generate(PROMPTS[0], asked)
+    assert one.generate(PROMPTS[0], asked) == other.generate(PROMPTS[0], asked) == expected
+    one.engine.close()
+    other.engine.close()
+    assert not leftovers()
