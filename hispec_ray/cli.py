@@ -5,24 +5,23 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-import yaml
-from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from typer.exceptions import TyperException
 
-from hispec_ray.commands import training, tuning
-from hispec_ray.commands.errors import INTERRUPTED, InputError, in_words
+from hispec_ray.commands import doctor, plan, training, tuning
+from hispec_ray.commands.errors import INTERRUPTED, InputError
+from hispec_ray.commands.settings import settings_from
 from hispec_ray.config import DEFAULT_MODEL, Settings
 from hispec_ray.request import RequestError, SamplingParams, TokenDelta
 
@@ -98,7 +97,7 @@ def generate(
 ) -> None:
     """Answer PROMPT; the text appears as it is decoded."""
     params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()))
-    settings = _settings(
+    settings = settings_from(
         config,
         {
             "model.path": model, "model.dtype": dtype, "model.threads": threads,
@@ -119,7 +118,7 @@ def generate(
 @app.command()
 def check(file: Annotated[Path, typer.Argument(metavar="FILE", help="A deployment file, as `serve run` takes it.")]) -> None:
     """Say what is wrong with a deployment FILE before a server is started: its settings, its model, the exits, the keys."""
-    settings = _settings(file, {})
+    settings = settings_from(file, {})
     from hispec_ray.engine.prompts import read_template  # noqa: PLC0415  torch takes seconds, which a mistyped setting need not wait for
     from hispec_ray.model.weights import open_model  # noqa: PLC0415
     from hispec_ray.serving.keys import read_keys  # noqa: PLC0415
@@ -137,43 +136,11 @@ def check(file: Annotated[Path, typer.Argument(metavar="FILE", help="A deploymen
     print(f"{file}: {source.name}, {settings.speculation.method} ({depths} layers)")
 
 
+app.command()(plan.plan)
+app.command()(doctor.doctor)
 app.command()(training.train_exits)
 app.command()(training.distill)
 app.command()(tuning.tune)
-
-
-def _settings(config: Path | None, options: Mapping[str, object]) -> Settings:
-    """The settings of a deployment file, or else the defaults, under the options that were given. Raises InputError."""
-    tree = _application_args(config) if config else {}
-    for name, value in options.items():
-        if value is not None:
-            *groups, last = name.split(".")
-            group = tree
-            for key in groups:
-                group = group.setdefault(key, {})
-                if not isinstance(group, dict):
-                    raise InputError(f"config is '{config}': {key} is {group!r}; it must be a mapping")
-            group[last] = value
-    try:
-        return Settings.model_validate(tree)
-    except ValidationError as error:
-        raise InputError(in_words(error)) from None
-
-
-def _application_args(path: Path) -> dict[str, Any]:
-    """What stands under `args:` of the one application in a deployment file that is ours. Raises InputError."""
-    try:
-        document = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
-        raise InputError(f"config is '{path}': {reason}") from None
-    applications = document.get("applications") if isinstance(document, dict) else None
-    listed = applications if isinstance(applications, list) else []
-    ours = [one for one in listed if isinstance(one, dict) and str(one.get("import_path")).startswith("hispec_ray.")]
-    args = ours[0].get("args", {}) if len(ours) == 1 else None
-    if not isinstance(args, dict):
-        raise InputError(f"config is '{path}'; it must be a Serve config with one application of hispec_ray, whose args are a mapping")
-    return args
 
 
 def _load(settings: Settings) -> LLM:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from pydantic import Field, ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
@@ -178,6 +179,23 @@ def load_heads(path: Path, fingerprint: str, *, needed: Sequence[int], architect
         block = _read_block(path, tensors, depth, architecture) if card.kind == "block" else None
         found[depth] = ExitWeights(**parts, block=block).to(dtype)
     return Heads(found, ids)
+
+
+def exits_in(path: Path, architecture: Architecture, piece: Piece) -> tuple[int, int]:
+    """Return what a file of trained exits adds to a piece: layers that exits have to themselves, and numbers in all. Reads no tensor.
+
+    Raises ValueError, in one line that names `speculation.exits.heads`, where the file or its card cannot be read.
+    """
+    card = read_card(path)
+    if card.kind == "block":
+        own = sum(depth < architecture.layers for depth in card.exits)
+        return own, own * sum(parts.numbers for parts in layer_layout(architecture, piece).values())
+    try:
+        with safe_open(path, framework="pt") as file:
+            shapes = [file.get_slice(name).get_shape() for name in file.keys() if name != "vocabulary"]  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise _refused(path, f"it cannot be read: {error}") from error
+    return 0, sum(math.prod(shape) for shape in shapes)
 
 
 def _read_block(path: Path, tensors: Mapping[str, torch.Tensor], depth: int, architecture: Architecture) -> dict[str, torch.Tensor]:

@@ -85,6 +85,11 @@ def layout(architecture: Architecture, piece: Piece) -> dict[str, Parts]:
     return tensors
 
 
+def weight_bytes(architecture: Architecture, piece: Piece, dtype: torch.dtype) -> int:
+    """Return the bytes of a piece's weights, trained exits not counted."""
+    return sum(parts.numbers for parts in layout(architecture, piece).values()) * dtype.itemsize
+
+
 def layer_layout(architecture: Architecture, piece: Piece) -> dict[str, Parts]:
     """Name a piece's canonical tensors of one layer, and where each comes from in the checkpoint's layer. D head_dim, I intermediate.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from llguidance import LLTokenizer
 from llguidance.hf import from_tokenizer
@@ -53,7 +53,7 @@ class ModelSource:
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
         self.folder = folder
-        self.config = _read_config(folder)
+        self.config = _read_config(folder / "config.json")
         ends = folder / "generation_config.json"
         generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True) if ends.is_file() else None
         self.architecture = Architecture.from_config(self.config, generation_config)
@@ -146,18 +146,53 @@ def open_model(path: str) -> ModelSource:
         raise ValueError(f"model.path is {path!r}: {_one_line(error)}") from error
 
 
+def read_architecture(path: str) -> Architecture:
+    """Return what a model's config says. path: as model.path, or a config.json alone; of a Hugging Face id only that file is fetched.
+
+    Weights need not be there. A .gguf file and the default model are converted first where that has not been done.
+    Raises ValueError as `open_model`.
+    """
+    try:
+        return Architecture.from_config(_read_config(_find_config(path)))
+    except _BROKEN as error:
+        raise ValueError(f"model.path is {path!r}: {_one_line(error)}") from error
+
+
+def _find_config(path: str) -> Path:
+    local = Path(path).expanduser()
+    if local.is_file() and local.suffix == ".json":
+        return local
+    if local.exists() or path in (DEFAULT_MODEL, ABACUS_MODEL) or not _HUB_ID.fullmatch(path):
+        return _find(path) / "config.json"
+    try:
+        return Path(hf_hub_download(path, "config.json"))
+    except (OSError, ValueError) as error:
+        raise _not_fetched(error) from error
+
+
+def default_model_problem() -> str | None:
+    """Return why the default model cannot be read; None where it can, though it may have to be converted first."""
+    if _converted_folder(DEFAULT_MODEL, _DEFAULT_SHA256).is_dir():
+        return None
+    try:
+        _default_gguf()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 class Checkpoint:
     """The safetensors files of a folder, read one tensor at a time. Names of a model without a head get the usual `model.`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._homes: dict[str, tuple[Any, str]] = {}
+        self._homes: dict[str, tuple[Path, str]] = {}
         for path in _weight_files(folder):
             try:
-                file: Any = safe_open(path, framework="pt")
+                with safe_open(path, framework="pt") as file:
+                    self._homes |= {name: (path, name) for name in file.keys()}  # noqa: SIM118
             except SafetensorError as error:
                 raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
-            self._homes |= {name: (file, name) for name in file.keys()}  # noqa: SIM118
         if not any(name.startswith("model.") for name in self._homes):
             self._homes = {name if name.startswith("lm_head.") else f"model.{name}": home for name, home in self._homes.items()}
 
@@ -171,11 +206,13 @@ class Checkpoint:
         """
         if name not in self._homes:
             raise ValueError(f"{self.folder} has no tensor {name!r}; expected one of shape {list(shape)}")
-        file, stored = self._homes[name]
-        found = file.get_slice(stored)
-        if tuple(found.get_shape()) != shape:
-            raise ValueError(f"{self.folder}: tensor {name!r} has shape {list(found.get_shape())}; the config asks for {list(shape)}")
-        tensor: torch.Tensor = file.get_tensor(stored) if index is None else found[index]
+        path, stored = self._homes[name]
+        # opened anew: what has been read of a file takes memory for as long as it is open
+        with safe_open(path, framework="pt") as file:
+            found = file.get_slice(stored)
+            if tuple(found.get_shape()) != shape:
+                raise ValueError(f"{self.folder}: tensor {name!r} has shape {list(found.get_shape())}; the config asks for {list(shape)}")
+            tensor: torch.Tensor = file.get_tensor(stored) if index is None else found[index]
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise ValueError(f"{self.folder}: tensor {name!r} is {tensor.dtype}; quantised checkpoints other than GGUF are not supported")
         return tensor
@@ -192,16 +229,16 @@ def read_tensor(checkpoint: Checkpoint, parts: Parts, dtype: torch.dtype) -> tor
     return result
 
 
-def _read_config(folder: Path) -> Any:
+def _read_config(file: Path) -> Any:
     try:
-        model_type = json.loads((folder / "config.json").read_text()).get("model_type")
+        model_type = json.loads(file.read_text()).get("model_type")
     except (json.JSONDecodeError, AttributeError) as error:
-        raise ValueError(f"{folder / 'config.json'} is not a JSON object: {error}") from error
+        raise ValueError(f"{file} is not a JSON object: {error}") from error
     check_family(model_type)
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        return AutoConfig.from_pretrained(file, local_files_only=True)
     except (ArithmeticError, LookupError, AttributeError) as error:  # a size of 0, a part that is missing or of another type
-        raise ValueError(f"{folder / 'config.json'} has a value that cannot be ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{file} has a value that cannot be ({type(error).__name__}: {error})") from error
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -256,9 +293,12 @@ def _download(hub_id: str) -> Path:
     try:
         return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"there is no such folder, and as a Hugging Face id it could not be fetched ({_one_line(error)}); it must be {_VALID_PATHS}"
-        ) from error
+        raise _not_fetched(error) from error
+
+
+def _not_fetched(error: Exception) -> ValueError:
+    why = _one_line(error)
+    return ValueError(f"there is no such folder, and as a Hugging Face id it could not be fetched ({why}); it must be {_VALID_PATHS}")
 
 
 def _one_line(error: Exception) -> str:
@@ -282,12 +322,16 @@ def _default_gguf() -> Path:
     return path
 
 
+def _converted_folder(name: str, digest: str) -> Path:
+    return cache_folder() / "models" / f"{name}-{digest[:12]}-v{CONVERSION}"
+
+
 def _converted(gguf: Callable[[], Path], name: str, digest: str) -> Path:
     """The cached checkpoint folder of a GGUF file with this sha256, made where it is not there yet."""
-    cache = cache_folder() / "models"
-    folder = cache / f"{name}-{digest[:12]}-v{CONVERSION}"
+    folder = _converted_folder(name, digest)
     if folder.is_dir():
         return folder
+    cache = folder.parent
     source, started, console = gguf(), time.monotonic(), Console(stderr=True, soft_wrap=True)
     console.print(f"Converting {source.name} to {folder}, once; this takes about half a minute.", highlight=False)
     cache.mkdir(parents=True, exist_ok=True)

@@ -139,6 +139,15 @@ def _load(ranks: int) -> Any:
     return library
 
 
+def shared_memory_problem(ranks: int = 2) -> str | None:
+    """Return why ranks on this machine cannot add up in shared memory, None where they can. Builds the extension, about a minute."""
+    try:
+        _load(ranks)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
 def collective_on_one_machine(group: dist.ProcessGroup, name: str, watched: Watched, *, shared: bool = True) -> Group | SharedMemory:
     """Return the fastest collective for ranks that are on the CPUs of one machine. Says in the log where that is not the fast one.
 

@@ -1,22 +1,38 @@
-"""Where a group's processes go in a Ray cluster: one placement group, a stage on one node where it fits."""
+"""Where a group's processes go in a Ray cluster: one placement group, a stage on one node where it fits. And what its nodes have."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import logging
+import re
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import ray
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from hispec_ray.shard.machine import Machine, this_machine
+
+T = TypeVar("T")
 Resources = Mapping[str, float]
+_REACH_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank runs: the bundle of the placement group that it takes its resources from."""
+    """Where a rank runs: the bundle of the placement group that it takes its resources from, and the first node that has room for that.
+
+    Ray may choose another node with the same room.
+    """
 
     bundle: int
     resources: Resources
+    node: int
 
 
 def bundles_of(ranks: Sequence[int], each: Resources, nodes: Sequence[Resources]) -> tuple[list[dict[str, float]], list[list[Place]]]:
@@ -31,8 +47,10 @@ def bundles_of(ranks: Sequence[int], each: Resources, nodes: Sequence[Resources]
     places: list[list[Place]] = []
     for stage, count in enumerate(ranks):
         together = {name: amount * count for name, amount in each.items()}
-        apart = _take(left, together) is None
-        if apart and any(_take(left, each) is None for _ in range(count)):
+        node = _take(left, together)
+        apart = node is None
+        on = [_take(left, each) for _ in range(count)] if apart else [node] * count
+        if None in on:
             there = "; ".join(_said({name: node.get(name, 0) for name in each}) for node in nodes) or "nothing"
             raise ValueError(
                 f"parallel.stages.{stage}.tp is {count} and each rank takes {_said(each)}; stages of {', '.join(map(str, ranks))} ranks "
@@ -40,17 +58,17 @@ def bundles_of(ranks: Sequence[int], each: Resources, nodes: Sequence[Resources]
             )
         first = len(bundles)
         bundles += [dict(each) for _ in range(count)] if apart else [together]
-        places.append([Place(first + rank if apart else first, each) for rank in range(count)])
+        places.append([Place(first + rank if apart else first, each, at) for rank, at in enumerate(on) if at is not None])
     return bundles, places
 
 
-def _take(nodes: list[dict[str, float]], wanted: Resources) -> dict[str, float] | None:
-    """Take resources from the first node that has them; None where none has."""
-    for node in nodes:
+def _take(nodes: list[dict[str, float]], wanted: Resources) -> int | None:
+    """Take resources from the first node that has them, and return its number; None where none has."""
+    for number, node in enumerate(nodes):
         if all(node.get(name, 0) >= amount for name, amount in wanted.items()):
             for name, amount in wanted.items():
                 node[name] -= amount
-            return node
+            return number
     return None
 
 
@@ -73,3 +91,86 @@ def reserve(ranks: Sequence[int], each: Resources, patience_s: float) -> tuple[P
             f"the cluster has the room for {sum(ranks)} ranks of {_said(each)} each, not free within {patience_s:g} s; free: {free}"
         )
     return group, places
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[None]:
+    """Be part of the cluster at this address (auto: the one that runs here). Raises ValueError where there is none."""
+    if ray.is_initialized():
+        yield
+        return
+    host = re.fullmatch(r"\[?([^/\s]+?)\]?:(\d{1,5})", address)
+    try:
+        if host:  # Ray itself would try for a quarter of an hour
+            socket.create_connection((host[1], int(host[2])), _REACH_S).close()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
+    except (OSError, OverflowError, RuntimeError, ValueError, RayError) as error:
+        why = " ".join(str(error).split())
+        raise ValueError(f"address is {address!r}: no Ray cluster answers there ({why})") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node of the cluster. name: its address, with a number where several share one; resources: what Ray has of it in all, CPU and GPU
+    among them; alive: as Ray sees it.
+    """
+
+    id: str
+    name: str
+    resources: Resources
+    alive: bool
+
+
+def nodes() -> list[Node]:
+    """Return the nodes of the cluster that this process is part of, those that are alive first, then by name."""
+    found = sorted(ray.nodes(), key=lambda one: (not one["Alive"], one["NodeManagerAddress"], one["NodeID"]))
+    met: Counter[str] = Counter()
+    result = []
+    for one in found:
+        address = one["NodeManagerAddress"]
+        met[address] += 1
+        name = f"{address} #{met[address]}" if met[address] > 1 else address
+        result.append(Node(one["NodeID"], name, one["Resources"], one["Alive"]))
+    return result
+
+
+def machines_of(patience_s: float) -> list[Machine]:
+    """Return what the nodes of the cluster have that are alive: the CPUs and GPUs that Ray may use, and what of their memory is free."""
+    found = [node for node in nodes() if node.alive]
+    said = on_each(found, this_machine, patience_s)
+    return [_machine(node, one) for node, one in zip(found, said, strict=True)]
+
+
+def _machine(node: Node, found: Machine | str) -> Machine:
+    cpus, cards = int(node.resources.get("CPU", 0)), int(node.resources.get("GPU", 0))
+    if isinstance(found, str):
+        return Machine(node.name, cpus, 0, problem=found)
+    return Machine(node.name, cpus, found.memory_bytes, found.gpus[:cards])
+
+
+def on_each(nodes: Sequence[Node], ask: Callable[[], T], patience_s: float) -> list[T | str]:
+    """Return what a function of this package says on each node, or in a line why nothing came of it within `patience_s`.
+
+    It takes none of the node's CPUs or GPUs, so it runs beside what serves there.
+    """
+    remote = ray.remote(num_cpus=0, max_retries=0)(ask)
+    calls = [
+        remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)).remote() if node.alive else None
+        for node in nodes
+    ]
+    ray.wait([call for call in calls if call is not None], num_returns=sum(call is not None for call in calls), timeout=patience_s)
+    return ["it has left the cluster" if call is None else _answer(call, patience_s) for call in calls]
+
+
+def _answer(call: Any, patience_s: float) -> Any:
+    try:
+        return ray.get(call, timeout=0)
+    except GetTimeoutError:
+        ray.cancel(call, force=True)
+        return f"no answer within {patience_s:g} s"
+    except RayError as error:
+        return " ".join(str(getattr(error, "cause", None) or error).split())[:300]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from hispec_ray.config import Settings, SpeculationSettings
 from hispec_ray.core.plan import StepPlan, StepResult, Tentative
 from hispec_ray.model.architecture import Architecture, check_exits
 from hispec_ray.model.decoder import Decoder
-from hispec_ray.model.heads import Heads, exit_layers, load_heads, piece_of_heads
+from hispec_ray.model.heads import Heads, exit_layers, exits_in, load_heads, piece_of_heads
+from hispec_ray.model.layout import weight_bytes
 from hispec_ray.model.native_decoder import NativeDecoder
 from hispec_ray.model.parallel import ALONE, Collective, Piece, whole
 from hispec_ray.model.torch_decoder import TorchDecoder
@@ -30,6 +32,10 @@ from hispec_ray.speculation.upper import Upper
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
+_CPU_CACHE_GIB = 1.0
+_GPU_SHARE = 0.9
+WORKSPACE_BYTES = _GIB
+"""What a GPU keeps free beside weights and cache: rows that are run, tables, CUDA's and NCCL's own."""
 
 
 def levels_for(speculation: SpeculationSettings, layers: int, own: Mapping[int, int] | None = None) -> tuple[Level, ...]:
@@ -105,8 +111,7 @@ class Shard:
         """
         architecture, speculation = source.architecture, settings.speculation
         self.settings = settings
-        if settings.model.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("model.device is 'cuda' and torch sees no CUDA device here; set it to 'cpu' or install a CUDA build of torch")
+        free = _free_on_gpu(settings)
         if like and not _shares_weights(settings, like.settings):
             raise ValueError("engines share weights only where model, cache.block_size and speculation.exits.heads are the same")
         dtype: torch.dtype = getattr(torch, settings.model.dtype)
@@ -114,10 +119,10 @@ class Shard:
         heads = _heads_for(speculation, source, dtype) if piece.embeds else None
         own = like.decoder.exit_layers if like else exit_layers(heads, architecture.layers)
         self.levels = levels_for(speculation, architecture.layers, own)
-        native = isinstance(like.decoder, NativeDecoder) if like else _wants_native(settings)
-        block_bytes = _block_bytes(settings, architecture, piece, len(own), native=native)
-        self.blocks = _block_count(settings, block_bytes)
-        self.cache_bytes = self.blocks * block_bytes
+        native = isinstance(like.decoder, NativeDecoder) if like else wants_native(settings)
+        needs = needs_of(settings, architecture, piece, native=native)
+        self.blocks = cache_blocks(settings, replace(needs, weight_bytes=0) if like else needs, free)
+        self.cache_bytes = self.blocks * needs.block_bytes
         threads = settings.model.thread_count()
         torch.set_num_threads(threads)
         self.choose: Choose = choose_native(threads) if native else choose_torch
@@ -175,7 +180,8 @@ class Shard:
         return self._round.peak_held_bytes if self._round else 0
 
 
-def _wants_native(settings: Settings) -> bool:
+def wants_native(settings: Settings) -> bool:
+    """Return whether the native kernels run the model, which builds them. Raises ValueError where the settings ask for them in vain."""
     if settings.model.device != "cpu" or settings.model.kernels == "torch":
         return False
     try:
@@ -204,25 +210,59 @@ def _heads_for(speculation: SpeculationSettings, source: ModelSource, dtype: tor
 
 def blocks_that_fit(settings: Settings, source: ModelSource, piece: Piece) -> int:
     """Return how many blocks the cache of this piece's process gets. Raises ValueError as `Shard`."""
-    heads = _heads_for(settings.speculation, source, torch.bfloat16) if piece.embeds else None
-    own = len(exit_layers(heads, source.architecture.layers))
-    return _block_count(settings, _block_bytes(settings, source.architecture, piece, own, native=_wants_native(settings)))
+    free = _free_on_gpu(settings)
+    return cache_blocks(settings, needs_of(settings, source.architecture, piece, native=wants_native(settings)), free)
 
 
-def _block_bytes(settings: Settings, architecture: Architecture, piece: Piece, own: int, *, native: bool) -> int:
-    """Bytes of a block in a piece's process. own: layers that exits have to themselves."""
-    decoder = NativeDecoder if native else TorchDecoder
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a piece takes in its process's memory, in bytes: its weights with trained exits, and one block of its cache."""
+
+    weight_bytes: int
+    block_bytes: int
+
+
+def needs_of(settings: Settings, architecture: Architecture, piece: Piece, *, native: bool) -> Needs:
+    """Return what a piece takes, without reading weights. native: whether the native kernels run it, see `wants_native`.
+
+    Raises ValueError where a file of trained exits is named and cannot be read.
+    """
     dtype: torch.dtype = getattr(torch, settings.model.dtype)
-    return decoder.block_bytes(piece.architecture(architecture), len(piece.layers) + own, settings.cache.block_size, dtype)
+    heads = settings.speculation.exits.heads
+    own, numbers = exits_in(Path(heads).expanduser(), architecture, piece) if heads and piece.embeds else (0, 0)
+    decoder = NativeDecoder if native else TorchDecoder
+    block = decoder.block_bytes(piece.architecture(architecture), len(piece.layers) + own, settings.cache.block_size, dtype)
+    return Needs(weight_bytes(architecture, piece, dtype) + numbers * dtype.itemsize, block)
 
 
-def _block_count(settings: Settings, block_bytes: int) -> int:
-    if settings.cache.blocks:
-        return settings.cache.blocks
-    blocks = int(settings.cache.memory_gib * _GIB // block_bytes)
+def cache_blocks(settings: Settings, needs: Needs, free: int | None) -> int:
+    """Return how many blocks the cache of a process gets. free: bytes of its GPU before the weights are there; None on a CPU.
+
+    Raises ValueError, with the numbers, where that is not one.
+    """
+    cache = settings.cache
+    if cache.blocks:
+        return cache.blocks
+    block = f"one block of {cache.block_size} tokens takes {needs.block_bytes / _GIB:.3g} GiB"
+    if cache.memory_gib is None and free is not None:
+        blocks = int(((free - needs.weight_bytes) * _GPU_SHARE - WORKSPACE_BYTES) // needs.block_bytes)
+        if blocks < 1:
+            raise ValueError(
+                f"no room for a cache: of the {free / _GIB:.1f} GiB free on the GPU the weights take {needs.weight_bytes / _GIB:.1f} and "
+                f"passes {WORKSPACE_BYTES / _GIB:.1f}, and {block}; cut the model over more GPUs with parallel.stages"
+            )
+        return blocks
+    memory = _CPU_CACHE_GIB if cache.memory_gib is None else cache.memory_gib
+    blocks = int(memory * _GIB // needs.block_bytes)
     if blocks < 1:
-        raise ValueError(
-            f"cache.memory_gib is {settings.cache.memory_gib}; one block of {settings.cache.block_size} tokens takes "
-            f"{block_bytes / _GIB:.3g} GiB, so it must be at least that"
-        )
+        raise ValueError(f"cache.memory_gib is {memory}; {block}, so it must be at least that")
     return blocks
+
+
+def _free_on_gpu(settings: Settings) -> int | None:
+    """Bytes that this process's GPU has free; None on a CPU. Takes CUDA into use. Raises ValueError where there is none."""
+    if settings.model.device == "cpu":
+        return None
+    if not torch.cuda.is_available():
+        raise ValueError("model.device is 'cuda' and torch sees no CUDA device here; set it to 'cpu' or install a CUDA build of torch")
+    return torch.cuda.mem_get_info()[0]

@@ -1,14 +1,11 @@
-"""Who has which part of the model: stages and their ranks, out of the settings, and what each takes in memory."""
+"""Who has which part of the model: stages and their ranks, out of the settings."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from hispec_ray.config import ParallelSettings, SpeculationSettings
 from hispec_ray.model.architecture import Architecture
-from hispec_ray.model.layout import layout
 from hispec_ray.model.parallel import Piece, check_ranks, piece_of
 from hispec_ray.shard.shard import levels_for
 
@@ -50,11 +47,6 @@ def stages_of(parallel: ParallelSettings, architecture: Architecture, check: int
         stages.append(Stage(run, tuple(piece_of(a, run, stage.tp, rank, **ends) for rank in range(stage.tp))))
         first += count
     return tuple(stages)
-
-
-def weight_bytes(architecture: Architecture, piece: Piece, dtype: torch.dtype) -> int:
-    """Return the bytes of a piece's weights, trained exits not counted."""
-    return sum(parts.numbers for parts in layout(architecture, piece).values()) * dtype.itemsize
 
 
 def deepest_exit(speculation: SpeculationSettings, layers: int) -> int:

@@ -79,7 +79,7 @@ def test_the_start_falls_back_to_torch_with_a_warning(
     monkeypatch.setattr(library, "_compile", refuse(OSError(30, "Read-only file system")))
     monkeypatch.setattr(shard, "load", library.load.__wrapped__)
     with caplog.at_level(logging.WARNING):
-        assert not shard._wants_native(Settings.model_validate({"model": {"device": "cpu"}}))
+        assert not shard.wants_native(Settings.model_validate({"model": {"device": "cpu"}}))
     assert f"the cache folder {cache}" in caplog.text
     with pytest.raises(ValueError, match=r"model\.kernels is 'native', but the kernels cannot be kept in"):
-        shard._wants_native(Settings.model_validate({"model": {"device": "cpu", "kernels": "native"}}))
+        shard.wants_native(Settings.model_validate({"model": {"device": "cpu", "kernels": "native"}}))
