@@ -135,7 +135,7 @@ def _show(
         words = "yes" if found.sequences(found.max_model_len) else f"yes, with sequences of up to {found.tokens:,} tokens"
         words += f"; the smallest layout that does: {_layout_words(found.parallel)}" if chosen else ""
         _line(console, "fits", words, "green")
-    advice = _advice(settings, found, better)
+    advice = _advice(settings, a, found, better)
     if advice:
         _line(console, "instead", advice)
     for machine in machines:
@@ -195,12 +195,18 @@ def _layout_words(parallel: ParallelSettings | None) -> str:
     return f"--stages {option}, in a file parallel: {{stages: [{setting}]}}"
 
 
-def _advice(settings: Settings, found: Fit, better: Fit | None) -> str:
+def _advice(settings: Settings, a: Architecture, found: Fit, better: Fit | None) -> str:
     """What to do where it does not fit, or fits for short sequences only; one thing."""
     if found.problem:
         if better:
             return f"{_layout_words(better.parallel)} fits, the smallest of those tried"
-        return f"nothing that was tried fits this cluster{'; bfloat16 takes half' * (settings.model.dtype == 'float32')}"
+        import torch  # noqa: PLC0415
+
+        from hispec_ray.model.layout import weight_bytes  # noqa: PLC0415
+        from hispec_ray.model.parallel import whole  # noqa: PLC0415
+
+        alone = _said(weight_bytes(a, whole(a), getattr(torch, settings.model.dtype)))
+        return f"a larger cluster: the weights alone take {alone}" + ", half of that in bfloat16" * (settings.model.dtype == "float32")
     if found.sequences(found.max_model_len):
         return ""
     from hispec_ray.shard.fit import given_cache  # noqa: PLC0415

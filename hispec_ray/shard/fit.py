@@ -131,7 +131,7 @@ def smallest(settings: Settings, architecture: Architecture, machines: Sequence[
     """Return the layout of the fewest processes, and then of the fewest stages, that fits and whose cache holds the longest sequence.
 
     Where no cache holds that, the one that holds most, and where the settings say how large it is, the smallest that fits; None where
-    nothing fits. Tried are stages of as many layers each as can be, the first down to the check exit, with the same number of ranks.
+    nothing fits. Tried are stages of as equal a number of layers as the check exit allows, with the same number of ranks.
     """
     best: Fit | None = None
     for parallel in _layouts(settings, architecture, machines):
@@ -163,7 +163,8 @@ def _layouts(settings: Settings, architecture: Architecture, machines: Sequence[
         if ranks == 1:
             yield None
             continue
-        ends = [0, *(max(a.layers * number // stages, check) for number in range(1, stages)), a.layers]
+        first = a.layers if stages == 1 else max(a.layers // stages, check)
+        ends = [0, *(first + (a.layers - first) * number // max(1, stages - 1) for number in range(stages))]
         counts = [end - start for start, end in pairwise(ends)]
         if min(counts) >= 1:
             yield ParallelSettings(stages=tuple(StageSettings(layers=count, tp=tp) for count in counts), **others)
