@@ -223,6 +223,14 @@ def test_options_override_a_deployment_file(hispec: Run, tiny: list[object]) -> 
             "applications: [{import_path: hispec_ray.serving.app:build, args: {speculation: {widow: 4}}}]",
             "speculation.widow is no setting; there are method, drafter, exits, draft_tokens, window",
         ),
+        (
+            "applications: [{import_path: hispec_ray.serving.app:build, args: {parallel: {stages: [{tp: 2}], patience: 4}}}]",
+            "parallel.patience is no setting; there are stages, patience_s, shared_memory",
+        ),
+        (
+            "applications: [{import_path: hispec_ray.serving.app:build, args: {parallel: {stages: [{tp: 2, layer: 4}]}}}]",
+            "parallel.stages.0.layer is no setting; there are layers, tp",
+        ),
         ("applications: [{import_path: hispec_ray.serving.app:build, args: {speculation: 4}}]", "config is '{config}': speculation is 4"),
     ],
 )

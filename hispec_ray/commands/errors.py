@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import typing
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,7 +47,14 @@ def _one_in_words(kind: str, location: tuple[int | str, ...], detail: Any) -> st
     if kind == "extra_forbidden":
         group: Any = Settings
         for part in location[:-1]:
-            group = group.model_fields[part].annotation
-        assert issubclass(group, BaseModel)
+            if isinstance(part, str):  # a number stands in a list, whose entries are of one kind
+                group = _group_in(group.model_fields[part].annotation)
         return f"{field} is no setting; there are {', '.join(group.model_fields)}"
     return f"{field} is {detail['input']!r}; {detail['msg'].replace('Input', 'it', 1).replace('should', 'must', 1)}"
+
+
+def _group_in(annotation: Any) -> Any:
+    """The group of settings that a type has within it: itself, or one that may be left out, or the entries of a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((group for part in typing.get_args(annotation) if (group := _group_in(part))), None)

@@ -141,7 +141,7 @@ def _folders() -> Iterator[Finding]:
         free = 0
     enough = free >= _GIB
     advice = "" if enough else "; Ray and ranks on CPUs want 1 GiB: in a container, docker run --shm-size=2g"
-    yield Finding("ok" if enough else "warning", str(_SHARED), f"{_said(free)} free{advice}")
+    yield Finding("ok" if enough else "warning", "/dev/shm", f"{_said(free)} free{advice}")
     yield _cache()
     problem = default_model_problem()
     words = problem or f"{DEFAULT_MODEL} is installed"

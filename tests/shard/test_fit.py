@@ -87,7 +87,11 @@ def test_ranks_on_cpus_share_the_memory_of_their_node() -> None:
 @pytest.mark.parametrize(
     ("settings", "cluster", "problem"),
     [
-        (asked(), "2x4x80GiB", "node 1, GPU 0: no room for a cache: of the 80.0 GiB free on the GPU the weights take 128.5 and passes 1.0,"),
+        (
+            asked(),
+            "2x4x80GiB",
+            "node 1, GPU 0: no room for a cache: of the 80.0 GiB free on the GPU the weights take 128.5 and passes 1.0,",
+        ),
         (asked((80, 8)), "2x4x16GiB", "node 1, GPU 0: no room for a cache: of the 16.0 GiB free on the GPU the weights take 16.1 and"),
         (asked((80, 16)), "2x4x80GiB", "parallel.stages.0.tp is 16 and each rank takes 1 CPU, 1 GPU; stages of 16 ranks do not fit into"),
         (
@@ -105,12 +109,18 @@ def test_what_does_not_fit_is_said_with_the_numbers(settings: Settings, cluster:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (asked((10, 2), (70, 2)), "parallel.stages.0.layers is 10; drafting and checking never leave the first stage, so it must be from 20"),
+        (
+            asked((10, 2), (70, 2)),
+            "parallel.stages.0.layers is 10; drafting and checking never leave the first stage, so it must be from 20",
+        ),
         (asked((20, 2), (20, 2)), "parallel.stages have 20 \\+ 20 = 40 layers; they must add up to the model's 80"),
         (asked((80, 65)), "parallel.stages.0.tp is 65; it must be from 1 to 64 for this model"),
         (asked(model={"max_model_len": 4097}), "model.max_model_len is 4097; for this model it must be from 1 to 4096"),
         (asked(speculation={"exits": {"draft": 81}}), "speculation.exits.draft is 81; it must be from 1 to 80"),
-        (asked(speculation={"exits": {"heads": "/nowhere"}}), "speculation.exits.heads is '/nowhere': its card /nowhere.json cannot be read"),
+        (
+            asked(speculation={"exits": {"heads": "/nowhere"}}),
+            "speculation.exits.heads is '/nowhere': its card /nowhere.json cannot be read",
+        ),
     ],
 )
 def test_what_the_model_cannot_is_an_error(settings: Settings, words: str) -> None:
@@ -131,7 +141,12 @@ def layers_and_ranks(found: Fit | None) -> list[tuple[int | None, int]] | None:
         ("70b", "2x4x80GiB", asked(), [(80, 2)]),
         ("70b", "2x4x24GiB", asked(), [(40, 3), (40, 3)]),
         ("70b", "8x1x24GiB", asked(), None),  # 20 layers, up to the check exit, must be together
-        ("70b", "8x1x24GiB", asked(speculation={"exits": {"draft": 4, "check": 8}}), [(11, 1), (11, 1), (12, 1), (11, 1), (12, 1), (11, 1), (12, 1)]),
+        (
+            "70b",
+            "8x1x24GiB",
+            asked(speculation={"exits": {"draft": 4, "check": 8}}),
+            [(11, 1), (11, 1), (12, 1), (11, 1), (12, 1), (11, 1), (12, 1)],
+        ),
         ("70b", "2x2x24GiB", asked(), None),
         ("70b", "3x1x80GiB", asked(speculation={"exits": {"check": 45}}), [(45, 1), (35, 1)]),
         ("8b", "1x4cpux64GiB", asked(device="cpu"), []),
