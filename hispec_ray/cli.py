@@ -123,10 +123,13 @@ def check(file: Annotated[Path, typer.Argument(metavar="FILE", help="A deploymen
     from hispec_ray.model.weights import open_model  # noqa: PLC0415
     from hispec_ray.serving.keys import read_keys  # noqa: PLC0415
     from hispec_ray.shard.shard import levels_for  # noqa: PLC0415
+    from hispec_ray.shard.stages import deepest_exit, stages_of  # noqa: PLC0415
 
     try:
         source = open_model(settings.model.path)
         levels = levels_for(settings.speculation, source.architecture.layers)
+        if settings.parallel:
+            stages_of(settings.parallel, source.architecture, deepest_exit(settings.speculation, source.architecture.layers))
         read_keys(settings.server.api_keys_file, settings.server.api_keys_variable)
         if settings.model.chat_template is not None:
             read_template(settings.model.chat_template)

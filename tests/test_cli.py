@@ -254,6 +254,7 @@ def test_a_deployment_file_is_checked_without_a_server(hispec: Run, tiny_folder:
     assert check() == (0, said, "")
     changes: dict[str, dict[str, object]] = {
         "the model": {"speculation": {"exits": {"draft": 3, "check": 9}}},
+        "parallel.stages.0.layers is 5; ": {"parallel": {"stages": [{"layers": 5}, {"layers": 3}]}},
         "speculation.widow is no setting": {"speculation": {"widow": 4}},
         "nowhere": {"model": {"path": str(tmp_path / "nowhere")}},
         "model.chat_template is": {"model": {"path": str(tiny_folder), "chat_template": str(tmp_path / "a.jinja")}},
