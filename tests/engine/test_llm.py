@@ -84,7 +84,7 @@ def test_a_step_that_fails_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.M
         raise MemoryError("no room for a pass")
 
     with monkeypatch.context() as patched:
-        patched.setattr(llm.engine.executor, "execute", fail)
+        patched.setattr(llm.engine.shard, "execute", fail)
         with pytest.raises(MemoryError):
             llm.generate([[5], [6], [7], [8], [9], [10], [11]], params())
     assert_clean(llm)
@@ -168,7 +168,7 @@ def test_a_step_that_fails_leaves_other_streams_going(llm: LLM, monkeypatch: pyt
         raise OSError("a passing fault")
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.executor, "execute", fail)
+        patch.setattr(llm.engine.shard, "execute", fail)
         with pytest.raises(OSError, match="passing"):
             llm.generate("a dog", params())
     for delta in stream:

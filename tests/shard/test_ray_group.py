@@ -63,9 +63,8 @@ def leftovers() -> list[str]:
     """Members that live, reservations, and shared memory that nobody cleans up: once Ray has had the time to end them."""
 
     def found() -> list[str]:
-        members = [
-            " ".join(_words(process)) for process in psutil.Process().children(recursive=True) if "_Actor" in " ".join(_words(process))
-        ]
+        running = [" ".join(_words(process)) for process in psutil.Process().children(recursive=True)]
+        members = [words for words in running if "ray::Actor" in words]
         groups = [str(group["name"]) for group in placement_group_table().values() if group["state"] != "REMOVED"]
         return [*members, *groups, *(path.name for path in Path("/dev/shm").glob("deepspeed*"))]
 
