@@ -119,6 +119,9 @@ class SharedExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._plan = plan
 
+    def look_ahead(self) -> None:
+        pass
+
     @torch.inference_mode()
     def collect(self) -> StepResult:
         return self._round.run(self._plan)

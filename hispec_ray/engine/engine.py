@@ -71,6 +71,7 @@ class Engine:
         limits = settings.scheduler
         window, speculation = self.executor.window, settings.speculation
         branches = speculation.branches if window and (speculation.branch_below or speculation.drafter != "exit") else 0
+        branches = branches or int(window > 0 and self.executor.lanes > 1)  # else a block to guess ahead into
         self.scheduler = Scheduler(self.pool, limits.max_sequences, limits.max_batch_rows, limits.max_queued, window, branches)
         self.rebuilds = 0  # times that shards were lost
         self._losses = 0  # in a row
@@ -189,6 +190,8 @@ class Engine:
                 self._flying += 1
             if not self._flying:
                 return deltas
+            if self._flying < self.executor.lanes:
+                self.executor.look_ahead()
             result = self.executor.collect()
             self._flying -= 1
             self._losses = 0

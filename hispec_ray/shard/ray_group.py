@@ -150,6 +150,10 @@ class RayExecutor:
         except RayError as error:
             raise ShardsLostError(f"a shard does not answer: {_one_line(error)}") from error
 
+    def look_ahead(self) -> None:
+        for member in self._members[: len(self._stages[0].pieces)] if len(self._stages) > 1 else ():
+            member.look_ahead.remote()  # what goes wrong there shows in the next round
+
     def sent_bytes(self) -> int:
         """Return how many bytes have gone from stage to stage since the group was started."""
         return sum(self._all("sent_bytes"))
