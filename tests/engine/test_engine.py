@@ -409,7 +409,7 @@ def test_an_aborted_request_frees_its_blocks_at_once(engine: Engine) -> None:
 
 def stopped(engine: Engine, tokens: Sequence[int], stop: str) -> bool:
     """Whether the stop string is complete after these tokens, fed one by one; unfinished characters count at the answer's end only."""
-    stream = engine._detokenizer.stream((5, 6, 7), (stop,))
+    stream = engine.detokenizer.stream((5, 6, 7), (stop,))
     for token in tokens:
         stream.push(token)
     if len(tokens) == 30:

@@ -95,11 +95,11 @@ def read(written: ToolFormat, text: str, size: int) -> tuple[str, list[tuple[str
         shown += more
         for part in parts:
             if part.id is not None:
-                assert part.index == len(calls)
+                assert part.number == len(calls)
                 calls.append((part.name or "", ""))
                 ids.add(part.id)
-            name, arguments = calls[part.index]
-            calls[part.index] = (name, arguments + part.arguments)
+            name, arguments = calls[part.number]
+            calls[part.number] = (name, arguments + part.arguments)
     assert len(ids) == len(calls) == reader.calls
     return shown + reader.finish(), calls
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from fake_engine import FakeTokenizer, score
 
-from hispec_ray.engine.tools import HERMES, ToolUse
+from hispec_ray.engine.tools import HERMES, CallPart, ToolUse
 from hispec_ray.request import FinishReason, TokenDelta
-from hispec_ray.serving.answers import CallPart, ChatAnswer, CompletionAnswer, Delta, Entry, Spelled, joined
+from hispec_ray.serving.answers import ChatAnswer, CompletionAnswer
 from hispec_ray.serving.choices import ChoiceWriter, Speller
+from hispec_ray.serving.wire import Delta, Entry, Spelled, joined
 
 EMOJI = "🎉"
 
@@ -33,7 +34,7 @@ def delta(text: str, ids: list[int] | None = None, reason: FinishReason | None =
 
 
 def writer(**fields: Any) -> ChoiceWriter:
-    return ChoiceWriter(0, speller=Speller(Halves()), **fields)
+    return ChoiceWriter(0, speller=Speller(Halves(), Halves().is_special_token), **fields)
 
 
 def texts(entries: tuple[Entry, ...]) -> list[tuple[str, int]]:

@@ -16,11 +16,11 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from hispec_ray.config import Settings
 from hispec_ray.request import EngineDeadError, FinishReason, GenerationRequest, TokenDelta
-from hispec_ray.serving.answers import Delta, Item, Started, usage
+from hispec_ray.serving.answers import usage
 from hispec_ray.serving.coordinator import Coordinator
 from hispec_ray.serving.ingress import RemoteCoordinator, create_app
-from hispec_ray.serving.jobs import Job
 from hispec_ray.serving.keys import Keys
+from hispec_ray.serving.wire import Delta, Item, Job, Started
 
 MODEL = "models/M"
 LIMIT = 10_000
@@ -223,10 +223,10 @@ class Broken:
             yield item
         raise self.death
 
-    async def spell(self, asked: Any) -> Any:
+    async def tokenize_only(self, asked: Any) -> Any:
         raise self.death
 
-    read = spell
+    detokenize = tokenize_only
 
     async def health(self) -> dict[str, float]:
         raise ConnectionError("a secret of the cluster")
@@ -243,8 +243,8 @@ class Replica(Broken):
         return SimpleNamespace(remote=super().generate)
 
     @property
-    def spell(self) -> Any:
-        return SimpleNamespace(remote=super().spell)
+    def tokenize_only(self) -> Any:
+        return SimpleNamespace(remote=super().tokenize_only)
 
 
 @pytest.mark.parametrize("death", [ActorDiedError(), ActorUnavailableError("a secret of the cluster", None)])
@@ -368,7 +368,7 @@ def test_a_grammar_that_cannot_be_followed_is_named_by_its_field() -> None:
     assert "nonsense" in assert_error(chat(response_format=wanted), 400, "response_format")
     engine = FakeEngine()
     engine.tokenizer.chat_template = HERMES_TEMPLATE
-    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "nonsense"}}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "nonsense"}}}}}
     assert_error(chat(engine, tools=[tool]), 400, "tools")
 
 

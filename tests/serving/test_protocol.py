@@ -10,16 +10,16 @@ from pydantic import ValidationError
 
 from hispec_ray.engine.tools import Tool, ToolUse
 from hispec_ray.grammar import json_object, json_schema
-from hispec_ray.serving.answers import RequestFailed
 from hispec_ray.serving.bodies import ChatBody, CompletionBody, DetokenizeBody, ModelBody, TokenizeBody
-from hispec_ray.serving.jobs import TokenizeJob
+from hispec_ray.serving.failures import RequestFailed
 from hispec_ray.serving.protocol import (
-    Call,
+    Checked,
     read_chat,
     read_completion,
     read_detokenize,
     read_tokenize,
 )
+from hispec_ray.serving.wire import TokenizeJob
 
 COMPLETION: dict[str, Any] = {"model": "M", "prompt": "Hi"}
 CHAT: dict[str, Any] = {"model": "M", "messages": [{"role": "user", "content": "Hi"}]}
@@ -83,11 +83,11 @@ BAD_MESSAGES: list[tuple[str, Any]] = [
 ]
 
 
-def completion(**fields: Any) -> Call:
+def completion(**fields: Any) -> Checked:
     return read_completion(json.dumps(COMPLETION | fields).encode(), "M")
 
 
-def chat(**fields: Any) -> Call:
+def chat(**fields: Any) -> Checked:
     return read_chat(json.dumps(CHAT | fields).encode(), "M")
 
 
