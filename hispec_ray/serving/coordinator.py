@@ -180,8 +180,6 @@ class Coordinator:
         if id is None or tokenizer.convert_ids_to_tokens([id]) != [text]:  # a text that is no token may have the unknown token's id
             return False
         return bool(self.engine.byte_tokenizer().is_special_token(id))
-            id is not None and tokenizer.convert_ids_to_tokens([id]) == [text] and bool(self.engine.byte_tokenizer().is_special_token(id))
-        )
 
     def _spelling(self) -> Speller:
         if self._speller is None:
