@@ -84,10 +84,11 @@ def format_of(template: str | None) -> ToolFormat:
     )
 
 
-def grammar_for(use: ToolUse, written: ToolFormat, special: Callable[[str], bool]) -> str:
+def grammar_for(use: ToolUse, written: ToolFormat, special: Callable[[str], bool], spoken: Sequence[str] = ()) -> str:
     """Return the grammar of answers that may, or must, call tools; see `hispec_ray.grammar`.
 
-    special: whether a text is one of the model's special tokens, which no text can spell.
+    special: whether a text is one of the model's special tokens, which no text can spell. spoken: those of them that may stand in a text,
+    such as what begins a thought.
     """
     several = use.several and bool(written.tag)
     own = special(written.tag)
@@ -108,13 +109,12 @@ def grammar_for(use: ToolUse, written: ToolFormat, special: Callable[[str], bool
     elif use.required:
         rules += ["start: call" + (r' ("\n" call)*' if several else ""), f"call: {tag} {body}"]
     else:
-        rules += [
-            "start: call* TEXT" if several else "start: call | TEXT",
-            f"call: TEXT {tag} {body}" if own else f"call: begun {body}",
-            r"TEXT: /(.|\n)*/",
-        ]
-        if not own:
-            rules.append(f"begun[lazy]: TEXT {tag}")
+        rules += ["start: call* text" if several else "start: call | text", r"TEXT: /(.|\n)*/"]
+        rules += [f"spoken: {' | '.join(spoken)}", "text: TEXT (spoken TEXT)*"] if spoken else ["text: TEXT"]
+        if own:
+            rules.append(f"call: text {tag} {body}")
+        else:
+            rules += [f"call: {'(TEXT spoken)* ' if spoken else ''}begun {body}", f"begun[lazy]: TEXT {tag}"]
     return "\n".join(rules)
 
 

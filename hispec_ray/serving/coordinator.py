@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 
 from hispec_ray.config import Settings
 from hispec_ray.engine.prompts import PromptEncoder
-from hispec_ray.engine.tools import ToolFormat, ToolUse, format_of, grammar_for
+from hispec_ray.engine.tools import TAGS, ToolFormat, ToolUse, format_of, grammar_for
 from hispec_ray.request import EngineDeadError, FinishReason, GenerationRequest, QueueFullError, RequestError, TokenDelta, choices_of
 from hispec_ray.serving.choices import ChoiceWriter, Speller
 from hispec_ray.serving.failures import NOT_READY, SERVER_FAILURE, TOO_COMPLEX
@@ -21,6 +22,7 @@ from hispec_ray.serving.rhythm import Rhythm
 from hispec_ray.serving.wire import Delta, Failure, Item, Job, Started, TokenizeJob
 
 logger = logging.getLogger("ray.serve")
+_NAMEABLE = re.compile(r"<[\w|/.-]+>")  # tokens that a grammar can name
 
 
 class StreamingEngine(Protocol):
@@ -147,7 +149,7 @@ class Coordinator:
         params = job.params
         if job.tools:
             calls = (format_of(self.engine.tokenizer.chat_template), job.tools)
-            params = replace(params, grammar=grammar_for(job.tools, calls[0], self._special))
+            params = replace(params, grammar=grammar_for(job.tools, calls[0], self._special, self._spoken()))
         prompts = self.tokenize(job)
         echoes = [self._text(prompt) for prompt in job.prompts] if job.echo else [""] * len(prompts)
         if params.grammar is not None:
@@ -180,6 +182,12 @@ class Coordinator:
         if id is None or tokenizer.convert_ids_to_tokens([id]) != [text]:  # a text that is no token may have the unknown token's id
             return False
         return bool(self.engine.byte_tokenizer().is_special_token(id))
+
+    def _spoken(self) -> list[str]:
+        """Return the tokens that a grammar can only name and that have a text nevertheless; those of calls are not among them."""
+        added = self.engine.tokenizer.added_tokens_decoder.items()
+        texts = [str(token.content) for id, token in added if not self.engine.silent(id)]
+        return [text for text in texts if _NAMEABLE.fullmatch(text) and text not in TAGS and self._special(text)]
 
     def _spelling(self) -> Speller:
         if self._speller is None:

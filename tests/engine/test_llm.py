@@ -111,6 +111,16 @@ def test_leaving_a_stream_frees_its_blocks(llm: LLM) -> None:
         next(llm.stream("the hat", params(n=2)))
 
 
+def test_half_a_surrogate_pair_is_refused_by_name(llm: LLM) -> None:
+    llm.engine.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(RequestError, match="half of a surrogate pair") as refused:
+        llm.generate("a\ud83d", params())
+    assert refused.value.field == "prompt"
+    with pytest.raises(RequestError, match="half of a surrogate pair") as refused:
+        llm.encode_chat([{"role": "user", "content": "\ud83d"}])
+    assert refused.value.field == "messages"
+
+
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [

@@ -25,6 +25,7 @@ class FakeTokenizer:
         self.chat_template = chat_template
         self.chats: list[Any] = []
         self.decoded = 0
+        self.added_tokens_decoder: dict[int, Any] = {}
 
     def get_vocab(self) -> dict[str, int]:
         return {chr(id): id for id in range(VOCABULARY)}

@@ -450,6 +450,37 @@ def test_keys_let_in_who_has_one() -> None:
     assert status("/health", None).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/some/prefix/health", 200), ("/some/prefix/version", 401), ("/some/prefix/some/prefix/health", 401), ("/some/prefixes/health", 401)],
+)
+def test_health_needs_no_key_under_a_route_prefix(path: str, status: int) -> None:
+    guarded = create_app(Coordinator(Settings(), load=lambda settings: FakeEngine()), MODEL, LIMIT, Keys(["one"]))
+    assert asyncio.run(raw(guarded, path, root_path="/some/prefix"))[0]["status"] == status
+
+
+def test_a_query_may_be_any_bytes() -> None:
+    for path, method, status in (("/nowhere", "GET", 404), ("/v1/completions", "GET", 405), ("/version", "GET", 200)):
+        start, body = asyncio.run(raw(app(FakeEngine()), path, method=method, query_string=b"a=\xff\xfe"))
+        assert start["status"] == status
+        assert status == 200 or json.loads(body["body"])["error"]["message"].endswith(f"{method} {path}")
+
+
+async def raw(over: Any, path: str, **scope: Any) -> list[Any]:
+    """What an app sends for a request that no HTTP client would make so."""
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def collect(message: Any) -> None:
+        sent.append(message)
+
+    usual: dict[str, Any] = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b""}
+    await over(usual | scope, receive, collect)
+    return sent
+
+
 def test_models() -> None:
     listed = send("GET", "/v1/models").json()
     assert [card["id"] for card in listed["data"]] == [MODEL]
@@ -461,7 +492,9 @@ def test_health() -> None:
     assert send("GET", "/health").json() == {"status": "ok", "running": 0, "waiting": 0, "kv_usage": 0.0}
     dead = FakeEngine()
     dead.close()
-    assert_error(send("GET", "/health", engine=dead), 503)
+    response = send("GET", "/health", engine=dead)
+    assert_error(response, 503)
+    assert response.headers["retry-after"] == "10"
 
 
 def document(keys: Keys | None = None) -> Any:

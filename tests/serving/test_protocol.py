@@ -12,6 +12,7 @@ from hispec_ray.engine.tools import Tool, ToolUse
 from hispec_ray.grammar import json_object, json_schema
 from hispec_ray.serving.bodies import ChatBody, CompletionBody, DetokenizeBody, ModelBody, TokenizeBody
 from hispec_ray.serving.failures import RequestFailed
+from hispec_ray.serving.messages import MOST_MESSAGES
 from hispec_ray.serving.protocol import (
     Checked,
     read_chat,
@@ -384,6 +385,34 @@ def test_the_extension() -> None:
         assert refused.value.failure.param == f"hispec.{next(iter(value))}"
 
 
+def test_tokenize_takes_the_messages_that_a_chat_takes() -> None:
+    said = [*CHAT["messages"], {"role": "assistant", "content": "4", "refusal": None, "annotations": []}]
+    job = read_tokenize(json.dumps({"model": "M", "messages": said}).encode(), "M")
+    assert job.messages == chat(messages=said).job.messages
+    with pytest.raises(RequestFailed) as refused:
+        read_tokenize(json.dumps({"model": "M", "messages": [said[1] | {"refusal": "no"}]}).encode(), "M")
+    assert refused.value.failure.param == "messages.0.refusal"
+
+
+@pytest.mark.parametrize("read", [read_chat, read_tokenize])
+def test_a_conversation_has_no_more_messages_than_a_template_reads_in_time(read: Any) -> None:
+    body = {"model": "M", "messages": CHAT["messages"] * MOST_MESSAGES}
+    read(json.dumps(body).encode(), "M")
+    body["messages"] = [*body["messages"], {"role": "user", "content": "Hi", "refusal": "no"}]
+    with pytest.raises(RequestFailed, match="messages has 4097 messages; at most 4096 are allowed") as refused:
+        read(json.dumps(body).encode(), "M")
+    assert refused.value.failure.param == "messages"
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_a_tools_parameters_are_an_objects(choice: str) -> None:
+    for parameters in ({"type": "string"}, {"type": ["object"]}, {"type": None}):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        with pytest.raises(RequestFailed, match="the type must be 'object'") as refused:
+            chat(tools=[tool], tool_choice=choice)
+        assert (refused.value.failure.status, refused.value.failure.param) == (400, "tools.function.parameters")
+
+
 def test_tokens_are_asked_for() -> None:
     job = read_tokenize(json.dumps({"model": "M", "prompt": "a"}).encode(), "M")
     assert job == TokenizeJob("a", None, True, True, False)
@@ -415,3 +444,7 @@ def test_the_schemas_say_what_is_accepted() -> None:
         properties = body.model_json_schema()["properties"]
         assert {"type": "number", "minimum": 0, "maximum": 2} in properties["temperature"]["anyOf"]
         assert {"type": "integer", "minimum": int(body is ChatBody)} in properties["max_tokens"]["anyOf"]
+        (biases, _), (ids, _) = properties["logit_bias"]["anyOf"], properties["stop_token_ids"]["anyOf"]
+        assert biases["maxProperties"] == ids["maxItems"] == 1024
+        text, texts, _ = properties["stop"]["anyOf"]
+        assert text["maxLength"] == texts["items"]["maxLength"] == 1024
