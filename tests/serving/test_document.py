@@ -1,4 +1,4 @@
-"""The OpenAPI document of a live server, and the answers held against it by schemathesis."""
+"""The OpenAPI document, and a live server's answers held against it by schemathesis."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ import importlib
 from typing import Any
 
 import pytest
+from asgi import LIMIT, MODEL, send
+from fake_engine import FakeEngine
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+
+from hispec_ray.config import Settings
+from hispec_ray.serving.coordinator import Coordinator
+from hispec_ray.serving.ingress import create_app
+from hispec_ray.serving.keys import Keys
 
 OPERATIONS = [
     ("POST", "/v1/completions"),
@@ -21,6 +28,54 @@ OPERATIONS = [
 ]
 ONCE = [Phase.generate]
 BODIES = [operation for operation in OPERATIONS if operation[0] == "POST"]
+
+
+def document(keys: Keys | None = None) -> Any:
+    written = create_app(Coordinator(Settings(), load=lambda settings: FakeEngine()), MODEL, LIMIT, keys)
+    headers = {"Authorization": "Bearer one"} if keys else None
+    response = send("GET", "/openapi.json", over=written, headers=headers)
+    assert response.status_code == 200
+    return response.json()
+
+
+def references(value: Any) -> set[str]:
+    if isinstance(value, dict):
+        return {value["$ref"]} if isinstance(value.get("$ref"), str) else set().union(*map(references, value.values()))
+    return set().union(*map(references, value)) if isinstance(value, list) else set()
+
+
+def test_the_openapi_document_has_the_bodies() -> None:
+    written = document()
+    for path, name in (("/v1/completions", "CompletionBody"), ("/v1/chat/completions", "ChatBody")):
+        schema = written["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert schema == {"$ref": f"#/components/schemas/{name}"}
+        assert "temperature" in written["components"]["schemas"][name]["properties"]
+        assert written["components"]["schemas"][name]["properties"]["model"]["enum"] == [MODEL]
+    for reference in references(written):
+        place = written
+        for step in reference.removeprefix("#/").split("/"):
+            place = place[step]
+
+
+def test_the_openapi_document_has_the_answers_and_the_errors() -> None:
+    written = document()
+    operations = {path: operation for path, methods in written["paths"].items() for operation in methods.values()}
+    for path, operation in operations.items():
+        answers = operation["responses"]
+        assert answers["200"]["content"]["application/json"]["schema"]["$ref"].startswith("#/components/schemas/")
+        assert ("text/event-stream" in answers["200"]["content"]) == path.endswith("/completions")
+        assert {"200", "401", "404", "405", "500"} <= answers.keys()
+        assert all(answer == {"$ref": f"#/components/responses/{status}"} for status, answer in answers.items() if status != "200")
+    assert {"400", "413", "429", "503"} < operations["/v1/completions"]["responses"].keys()
+    for answer in written["components"]["responses"].values():
+        assert answer["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorBody"}
+
+
+def test_the_openapi_document_says_where_a_key_is_needed() -> None:
+    guarded, open_to_all = document(Keys(["one"])), document()
+    assert guarded["security"] == [{"key": []}]
+    assert [path for path, methods in guarded["paths"].items() if methods.get("get", {}).get("security") == []] == ["/health"]
+    assert "security" not in open_to_all
 
 
 @pytest.fixture(scope="module")
