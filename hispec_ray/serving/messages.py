@@ -122,6 +122,8 @@ def plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 JsonSchema = Annotated[dict[str, Any], AfterValidator(_as_json), WithJsonSchema({"type": "object"})]
+_OF_OBJECTS = {"type": "object", "properties": {"type": {"const": "object"}}}
+Parameters = Annotated[dict[str, Any], AfterValidator(_as_json), WithJsonSchema(_OF_OBJECTS)]  # `Tool` checks the type
 
 
 class Function(Body):
@@ -129,7 +131,7 @@ class Function(Body):
 
     name: Name
     description: Text | None = None
-    parameters: JsonSchema | None = None
+    parameters: Parameters | None = None
     """The JSON schema of its arguments, an object's."""
     strict: bool | None = None
     """Arguments always follow the schema, whatever stands here."""
