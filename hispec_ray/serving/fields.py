@@ -56,7 +56,7 @@ Prompt = Annotated[
     Annotated[Text, Tag("~one")]
     | Annotated[Texts, Tag("~texts")]
     | Annotated[TokenIds, Tag("~numbers")]
-    | Annotated[list[TokenIds], Field(fail_fast=True), Tag("~lists")],
+    | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True), Tag("~lists")],
     Discriminator(form_of),
 ]
 

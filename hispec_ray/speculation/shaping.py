@@ -147,7 +147,8 @@ def kept(scores: torch.Tensor, shape: Shape) -> torch.Tensor:
 def logprobs(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
     """Return the log-probabilities of tokens, one for each row of logits fp32 `[R, V]`, with those of the `count` likeliest."""
     scores = logits.double()
-    scores = scores - scores.logsumexp(dim=1, keepdim=True)
+    # Row by row: over several rows at once torch adds in another order, and the last bits would tell how many there were.
+    scores = scores - torch.stack([row.logsumexp(dim=0) for row in scores])[:, None]
     own = scores[torch.arange(len(tokens)), torch.tensor(tokens, device=scores.device)].tolist()
     values, ids = scores.topk(min(count, scores.shape[1]), dim=1)
     tops = [tuple(zip(row, line, strict=True)) for row, line in zip(ids.tolist(), values.tolist(), strict=True)]

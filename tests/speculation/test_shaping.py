@@ -16,7 +16,7 @@ from hispec_ray.request import RequestError, SamplingParams, Shape
 from hispec_ray.speculation.choice import choose_torch
 from hispec_ray.speculation.drafters import LookupDrafter
 from hispec_ray.speculation.round import Level, Round
-from hispec_ray.speculation.shaping import Shaper, kept
+from hispec_ray.speculation.shaping import Shaper, kept, logprobs
 
 FULL = 4
 
@@ -162,3 +162,11 @@ def test_what_is_out_of_range_is_named(values: dict[str, object], message: str) 
 def test_what_changes_nothing_is_no_shape() -> None:
     assert SamplingParams(top_k=-1, logit_bias={}).shape(3, {0}) is None
     assert SamplingParams(temperature=0, top_k=5, top_p=0.5, min_p=0.1).shape(3, {0}) is None, "filters leave the likeliest token"
+
+
+@pytest.mark.parametrize("size", [300, 1000, 49152])
+def test_log_probabilities_do_not_depend_on_the_rows_beside_them(size: int) -> None:
+    logits = 5 * torch.randn((7, size), generator=torch.Generator().manual_seed(1))
+    tokens = list(range(7))
+    alone = [logprobs(logits[place : place + 1], [token], 3)[0] for place, token in enumerate(tokens)]
+    assert logprobs(logits, tokens, 3) == alone
