@@ -165,8 +165,8 @@ def test_what_changes_nothing_is_no_shape() -> None:
 
 
 def test_log_probabilities_do_not_depend_on_the_rows_beside_them() -> None:
-    """With two threads torch shares the columns of a single row among them, and of several the rows."""
-    logits = 5 * torch.randn((20, 49152), generator=torch.Generator().manual_seed(1))
+    """With two threads torch adds the columns of some of so many rows in another order."""
+    logits = 5 * torch.randn((64, 49152), generator=torch.Generator().manual_seed(1))
     tokens = list(range(len(logits)))
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
