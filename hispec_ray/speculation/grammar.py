@@ -22,7 +22,7 @@ _LIMITS = LLParserLimits(
     initial_lexer_fuel=2_000_000, step_lexer_fuel=100_000, step_max_items=50_000, max_lexer_states=50_000, max_grammar_size=200_000,
     verbose_errors=False,
 )  # fmt: skip
-# A scout takes in one step what its text took in several, and must get as far.
+# A scout takes in one step what its text took in several, and must get as far: up to about 20 ms.
 _SCOUTS_LIMITS = LLParserLimits(
     initial_lexer_fuel=2_000_000, step_lexer_fuel=400_000, step_max_items=200_000, max_lexer_states=200_000, max_grammar_size=200_000,
     verbose_errors=False,
