@@ -78,7 +78,7 @@ class Engine:
         self._flying = 0  # rounds that have begun
         self.counts = [LevelCounts() for _ in self.levels]
         self.generated = 0
-        self._detokenizer = Detokenizer(self.tokenizer)
+        self.detokenizer = Detokenizer(self.tokenizer)
         self._eos = frozenset(architecture.eos_token_ids)
         self._answers: dict[int, _Answer] = {}
         self._empty: list[str] = []  # requests that nothing is to be run for, to be answered at the next step
@@ -100,13 +100,6 @@ class Engine:
         prompt, wanted = request.prompt_ids, request.params.max_tokens
         if not prompt:
             raise RequestError("the prompt is empty; it must have at least one token", "prompt")
-        for token in prompt:
-            if not 0 <= token < self.vocabulary:
-                raise RequestError(f"the prompt has token id {token}; ids must be from 0 to {self.vocabulary - 1}", "prompt")
-        params = request.params
-        for name, ids in (("logit_bias", [id for id, _ in params.biases]), ("stop_token_ids", params.stop_token_ids)):
-            if ids and max(ids) >= self.vocabulary:
-                raise RequestError(f"{name} has token id {max(ids)}; ids must be from 0 to {self.vocabulary - 1}", name)
         if len(prompt) + max(1, wanted or 0) > self.max_model_len:
             asked = f"{len(prompt)} in the prompt" + (f" and {wanted} in the answer" if wanted else " and at least 1 in the answer")
             raise RequestError(
@@ -115,6 +108,13 @@ class Engine:
                 "prompt" if len(prompt) >= self.max_model_len else "max_tokens",
                 "context_length_exceeded",
             )
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < self.vocabulary:
+                raise RequestError(f"the prompt has token id {token}; ids must be from 0 to {self.vocabulary - 1}", "prompt")
+        params = request.params
+        for name, ids in (("logit_bias", [id for id, _ in params.biases]), ("stop_token_ids", params.stop_token_ids)):
+            if ids and max(ids) >= self.vocabulary:
+                raise RequestError(f"{name} has token id {max(ids)}; ids must be from 0 to {self.vocabulary - 1}", name)
         if params.grammar is not None:
             self.check_grammar(params.grammar)
 
@@ -158,7 +158,7 @@ class Engine:
             params.prompt_logprobs,
             params.speculate,
         )
-        answer = _Answer(request, sequence, self._detokenizer.stream(prompt, params.stop, params.min_tokens), frozenset(ends))
+        answer = _Answer(request, sequence, self.detokenizer.stream(prompt, params.stop, params.min_tokens), frozenset(ends))
         self.scheduler.add(sequence)
         self._live.add(request.id)
         self._answers[self._ids] = answer
@@ -244,11 +244,10 @@ class Engine:
         kept = 0
         stopped_by: str | int | None = None
         reason: FinishReason | None = None
-        if result.failed:
-            reason = FinishReason.ERROR
-        elif not room:
+        if not room:
             reason = FinishReason.LENGTH
-        while reason is None and kept < len(result.tokens):
+        good = len(result.tokens) if result.failed is None else result.failed
+        while reason is None and kept < good:
             token = result.tokens[kept]
             kept += 1
             if token in answer.ends:
@@ -259,6 +258,8 @@ class Engine:
                 reason = FinishReason.STOP
             elif kept == room:
                 reason = FinishReason.LENGTH
+        if reason is None and result.failed is not None:
+            reason = FinishReason.ERROR
         if reason is not None:
             pieces.append(stream.finish())
             if stream.stopped is not None:  # a stop string may end in a character that only the end completes

@@ -24,6 +24,8 @@ class FakeTokenizer:
     def __init__(self, chat_template: str | None = "plain") -> None:
         self.chat_template = chat_template
         self.chats: list[Any] = []
+        self.decoded = 0
+        self.added_tokens_decoder: dict[int, Any] = {}
 
     def get_vocab(self) -> dict[str, int]:
         return {chr(id): id for id in range(VOCABULARY)}
@@ -35,6 +37,7 @@ class FakeTokenizer:
         return [ord(character) % VOCABULARY for character in text]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        self.decoded += 1
         return "".join(map(chr, ids))
 
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
@@ -81,10 +84,14 @@ class FakeEngine:
         self.aborted: set[str] = set()
         self.closed = False
         self.pauses: list[float] = []
+        self.wholes: list[bool] = []
         self.grammars: list[str] = []
 
     def byte_tokenizer(self) -> FakeTokenizer:
         return self.tokenizer
+
+    def silent(self, token_id: int) -> bool:
+        return self.tokenizer.is_special_token(token_id)
 
     def check_grammar(self, grammar: str) -> None:
         self.grammars.append(grammar)
@@ -103,8 +110,10 @@ class FakeEngine:
         if self.full:
             raise QueueFullError("256 requests wait already")
 
-    async def generate(self, requests: Sequence[GenerationRequest], pause: Callable[[], float]) -> AsyncIterator[list[TokenDelta]]:
-        self.pauses.append(pause())
+    async def generate(
+        self, requests: Sequence[GenerationRequest], pause: Callable[[], float], whole: bool
+    ) -> AsyncIterator[list[TokenDelta]]:
+        self.wholes.append(whole)
         self.check_health()
         for request in requests:
             self.check(request)
@@ -124,6 +133,7 @@ class FakeEngine:
                 self.running &= left.keys()
                 step += 1
                 yield deltas
+                self.pauses.append(pause())
         finally:
             self.aborted |= left.keys()
             self.running -= left.keys()
