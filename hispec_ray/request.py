@@ -245,11 +245,15 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One sequence for the engine: a prompt in token ids and its parameters (with a seed that is set)."""
+    """One sequence for the engine: a prompt in token ids and its parameters (with a seed that is set).
+
+    written: the answer's first tokens, where another engine wrote them and ended: it is gone on with behind them.
+    """
 
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+    written: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

@@ -88,6 +88,7 @@ class AsyncEngine:
         self.max_model_len = engine.max_model_len
         self.byte_tokenizer = engine.source.byte_tokenizer
         self.silent = engine.detokenizer.silent
+        self.written = engine.written
         self.check_grammar = engine.check_grammar
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._mailboxes: dict[str, _Mailbox] = {}

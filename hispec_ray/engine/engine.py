@@ -14,7 +14,7 @@ from hispec_ray.core.sequence import Sequence
 from hispec_ray.engine.detokenizer import Detokenizer, TextStream
 from hispec_ray.engine.prompts import read_template
 from hispec_ray.model.weights import ModelSource, open_model
-from hispec_ray.request import FinishReason, GenerationRequest, RequestError, TokenDelta
+from hispec_ray.request import FinishReason, GenerationRequest, RequestError, TokenDelta, TokenLogprob
 from hispec_ray.shard.executor import Executor, ShardsLostError
 from hispec_ray.shard.inline import InlineExecutor
 from hispec_ray.shard.shard import Shard
@@ -149,19 +149,37 @@ class Engine:
         sequence = Sequence(
             self._ids,
             request.id,
-            list(prompt),
+            [*prompt, *request.written],
             limit,
             params.temperature,
             request.params.seed,
             shape,
             params.logprobs,
-            params.prompt_logprobs,
+            None if request.written else params.prompt_logprobs,  # they come before the first token
             params.speculate,
         )
-        answer = _Answer(request, sequence, self.detokenizer.stream(prompt, params.stop, params.min_tokens), frozenset(ends))
+        answer = _Answer(request, sequence, self._text(request)[0], frozenset(ends))
         self.scheduler.add(sequence)
         self._live.add(request.id)
         self._answers[self._ids] = answer
+
+    def _text(self, request: GenerationRequest) -> tuple[TextStream, str]:
+        """Return the stream of an answer's text behind what is written of it, and what that has shown."""
+        stream = self.detokenizer.stream(request.prompt_ids, request.params.stop, request.params.min_tokens)
+        return stream, "".join([stream.push(token) for token in request.written])
+
+    def written(self, request: GenerationRequest) -> TokenDelta:
+        """Return what was said of an answer's written tokens when they came; log-probabilities and levels are unknown. On any thread."""
+        told = request.params.prompt_logprobs is not None
+        unknown = TokenLogprob(0.0, ())
+        return TokenDelta(
+            request.id,
+            self._text(request)[1],
+            list(request.written),
+            ["full"] * len(request.written),
+            logprobs=[unknown] * len(request.written) if request.params.logprobs is not None else [],
+            prompt_logprobs=[unknown] * (len(request.prompt_ids) - 1) if told else [],
+        )
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its blocks at once; unknown ids are ignored."""

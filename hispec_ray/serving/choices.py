@@ -82,11 +82,12 @@ class ChoiceWriter:
         speller: Speller | None = None,
         calls: tuple[ToolFormat, ToolUse] | None = None,
         trace: bool = False,
+        ids: bool = False,
     ) -> None:
         """Begin a choice.
 
         prompt, prompt_text: where they are part of the answer. speller: where log-probabilities are wanted.
-        calls: where tools may be called.
+        calls: where tools may be called. trace, ids: whether levels are told, and the tokens' ids.
         """
         self._number = number
         self._prompt = prompt
@@ -100,6 +101,7 @@ class ChoiceWriter:
         self._parts: list[CallPart] = []
         self._levels: list[tuple[int, str]] = []
         self._trace = trace
+        self._ids: list[int] | None = [] if ids else None
         self._reason: str | None = None
         self._cut = False
         self._begun = False  # tokens of the answer, or its end, have come
@@ -116,6 +118,8 @@ class ChoiceWriter:
         if self._entries:
             for id, logprob in zip(delta.token_ids, delta.logprobs, strict=True):
                 self._entries.add(id, logprob)
+        if self._ids is not None:
+            self._ids += delta.token_ids
         if self._trace:
             self._levels += zip(delta.token_ids, delta.levels, strict=True)
         text = delta.text
@@ -139,6 +143,9 @@ class ChoiceWriter:
         entries = self._entries.take(self._shown, self._reason is not None and not self._cut) if self._entries else ()
         if not (self._text or self._tokens or self._reason or entries or self._parts):
             return None
-        delta = Delta(self._number, self._text, self._tokens, self._reason, entries, joined_calls(self._parts), tuple(self._levels))
+        calls, levels = joined_calls(self._parts), tuple(self._levels)
+        delta = Delta(self._number, self._text, self._tokens, self._reason, entries, calls, levels, tuple(self._ids or ()))
         self._text, self._tokens, self._parts, self._levels = "", 0, [], []
+        if self._ids:
+            self._ids.clear()
         return delta

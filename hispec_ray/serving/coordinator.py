@@ -42,6 +42,9 @@ class StreamingEngine(Protocol):
     def silent(self, token_id: int) -> bool:
         """Whether a token never has a text in an answer."""
 
+    def written(self, request: GenerationRequest) -> TokenDelta:
+        """Return what was said of the tokens that are written of an answer when they came."""
+
     def check_grammar(self, grammar: str) -> None:
         """Raise RequestError where a grammar cannot be compiled. Takes a while the first time."""
 
@@ -159,10 +162,15 @@ class Coordinator:
         writers: dict[str, ChoiceWriter] = {}
         # Prompts of one job share their seeds, as if each had been sent alone.
         for number, (place, choice) in enumerate(itertools.product(range(len(prompts)), choices_of(params))):
-            request = GenerationRequest(f"{job.id}-{number}", prompts[place], choice)
+            if number in job.ended:
+                continue
+            request = GenerationRequest(f"{job.id}-{number}", prompts[place], choice, job.written.get(number, ()))
             requests.append(request)
             echoed = prompts[place] if job.echo and speller else ()
-            writers[request.id] = ChoiceWriter(number, echoed, echoes[place], speller, calls, job.trace)
+            writer = writers[request.id] = ChoiceWriter(number, echoed, echoes[place], speller, calls, job.trace, job.resumable)
+            if request.written:
+                writer.add(self.engine.written(request))
+                writer.take()  # another coordinator has sent it
         return _Prepared(prompts, requests, writers)
 
     def tokenize(self, job: Job) -> list[tuple[int, ...]]:

@@ -6,9 +6,11 @@ import asyncio
 import functools
 import json
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -23,6 +25,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from hispec_ray.request import MAX_SEED
 from hispec_ray.serving.answers import error, usage
 from hispec_ray.serving.failures import NO_KEY, NOBODY_ANSWERS, NOT_READY, SERVER_FAILURE, RequestFailed
 from hispec_ray.serving.keys import Keys
@@ -31,6 +34,8 @@ from hispec_ray.serving.wire import Delta, Failure, Item, Job, Started, Tokenize
 
 logger = logging.getLogger("ray.serve")
 
+WAITS_S = (0.2, 1.0, 3.0)
+"""Before a job is sent to another coordinator, after each death: Serve takes a moment to notice one."""
 HEALTH_TIMEOUT_S = 5.0
 """How long a coordinator may take to say that it is well."""
 REPLICA_GONE = (RayActorError, NodeDiedError, ReplicaUnavailableError, DeploymentUnavailableError, BackPressureError)
@@ -64,20 +69,44 @@ class RemoteCoordinator:
         self._stream = handle.options(stream=True)
 
     async def generate(self, job: Job) -> AsyncGenerator[Item]:
-        """Leaving the iterator early cancels the job. Where the replica dies, the last item is a Failure that says to come back."""
-        items = self._stream.generate.remote(job)
-        ended = False
-        try:
-            async for item in items:
-                yield item
-            ended = True
-        except REPLICA_GONE as problem:
-            logger.warning("job %s lost its coordinator: %r", job.id, problem)
-            ended = True
-            yield NOT_READY
-        finally:
-            if not ended:
-                items.cancel()
+        """Leaving the iterator early cancels the job.
+
+        Where the replica dies, another goes on behind the tokens that have come: with the same seed it goes on as this one would have.
+        After more deaths than there are waits (it may be the job that kills) the last item is a Failure that says to come back.
+        """
+        seed = secrets.randbelow(MAX_SEED) if job.params.seed is None else job.params.seed
+        job = replace(job, params=replace(job.params, seed=seed), resumable=job.stream)
+        started, deaths = False, 0
+        written: dict[int, tuple[int, ...]] = {}
+        ended: set[int] = set()
+        while True:
+            items = self._stream.generate.remote(replace(job, written=written, ended=frozenset(ended)) if started else job)
+            handing_on = False
+            try:
+                async for item in items:
+                    if isinstance(item, list):
+                        for delta in item:
+                            written[delta.number] = written.get(delta.number, ()) + delta.ids
+                            if delta.reason is not None:
+                                ended.add(delta.number)
+                    elif isinstance(item, Started):
+                        if started:
+                            continue
+                        started = True
+                    handing_on = True  # the client may leave here
+                    yield item
+                    handing_on = False
+                return
+            except REPLICA_GONE as problem:
+                logger.warning("job %s lost its coordinator: %r", job.id, problem)
+                if isinstance(problem, BackPressureError) or deaths == len(WAITS_S):
+                    yield NOT_READY
+                    return
+            finally:
+                if handing_on:
+                    items.cancel()
+            await asyncio.sleep(WAITS_S[deaths])
+            deaths += 1
 
     async def tokenize_only(self, asked: TokenizeJob) -> dict[str, Any] | Failure:
         return await self._ask(self._unary.tokenize_only, asked)

@@ -18,6 +18,8 @@ class Job:
     stream: whether the answer is wanted as it comes; else the ends of its choices are enough.
     tools: what the answer may call. echo: whether it begins with the prompt. trace: whether to tell the level that chose each token.
     method: the method of speculation that the client asked for, if it did.
+    resumable: whether deltas tell their token ids, so that another coordinator can go on where this one ends.
+    written: by choice, the tokens that another one has told; ended: the choices that it has told to their end. Both only where it began.
     """
 
     id: str
@@ -29,6 +31,9 @@ class Job:
     echo: bool = False
     trace: bool = False
     method: str | None = None
+    resumable: bool = False
+    written: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    ended: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,7 @@ class Delta(NamedTuple):
 
     number: the choice's index; text: to be shown now; tokens: that the request pays for; reason: in the last one why it ended.
     entries: log-probabilities, where asked for, of the tokens whose text is shown. levels: (token id, level that chose it first), where
-    asked for.
+    asked for. ids: of the tokens, where the job is resumable.
     """
 
     number: int
@@ -79,6 +84,7 @@ class Delta(NamedTuple):
     entries: tuple[Entry, ...] = ()
     calls: tuple[CallPart, ...] = ()
     levels: tuple[tuple[int, str], ...] = ()
+    ids: tuple[int, ...] = ()
 
 
 def joined_calls(parts: Iterable[CallPart]) -> tuple[CallPart, ...]:

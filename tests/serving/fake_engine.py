@@ -98,6 +98,20 @@ class FakeEngine:
         if "nonsense" in grammar:
             raise RequestError("the grammar cannot be followed: Invalid type: nonsense", "grammar")
 
+    def written(self, request: GenerationRequest) -> TokenDelta:
+        pieces, count = [], 0
+        for piece in self.script(request):
+            if count == len(request.written):
+                break
+            pieces.append(piece)
+            count += len(piece)
+        delta = TokenDelta(request.id, "".join(pieces), list(request.written), ["full"] * len(request.written))
+        if request.params.logprobs is not None:
+            delta.logprobs = [TokenLogprob(0.0, ())] * len(request.written)
+        if request.params.prompt_logprobs is not None:
+            delta.prompt_logprobs = [TokenLogprob(0.0, ())] * (len(request.prompt_ids) - 1)
+        return delta
+
     def check(self, request: GenerationRequest) -> None:
         if not request.prompt_ids:
             raise RequestError("the prompt is empty", "prompt")
@@ -147,7 +161,10 @@ class FakeEngine:
             if request.params.logprobs is not None:
                 delta.logprobs = [score(id, request.params.logprobs) for id in delta.token_ids]
         deltas[-1].finish_reason = FinishReason.STOP
-        if request.params.prompt_logprobs is not None:
+        skipped = 0
+        while skipped < len(request.written):
+            skipped += len(deltas.pop(0).token_ids)
+        if request.params.prompt_logprobs is not None and not request.written:
             told = [score(id, request.params.prompt_logprobs) for id in request.prompt_ids[1:]]
             deltas = [TokenDelta(request.id, prompt_logprobs=told[:2]), TokenDelta(request.id, prompt_logprobs=told[2:]), *deltas]
         return deltas

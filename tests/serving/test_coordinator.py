@@ -253,7 +253,7 @@ def test_streams_that_wait_for_their_turn_do_not_slow_those_that_run() -> None:
         assert engine.pauses == [0.01] * 3
         engine.turn.set()
         assert await asyncio.gather(*waiting) == [4] * 20
-        assert max(engine.pauses) == 0.2
+        assert max(engine.pauses) > 0.1, "those that run share the events of a second"
 
     asyncio.run(together())
 

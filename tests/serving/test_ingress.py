@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+import re
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,8 @@ from fake_engine import CONTEXT, FakeEngine
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from hispec_ray.config import Settings
+from hispec_ray.request import GenerationRequest
+from hispec_ray.serving import ingress
 from hispec_ray.serving.coordinator import Coordinator
 from hispec_ray.serving.ingress import RemoteCoordinator, create_app
 from hispec_ray.serving.keys import Keys
@@ -58,8 +62,74 @@ class Replica(Broken):
         return SimpleNamespace(remote=super().tokenize_only)
 
 
-@pytest.mark.parametrize("death", [ActorDiedError(), ActorUnavailableError("a secret of the cluster", None)])
-def test_a_replica_that_dies_asks_to_come_back(death: Exception) -> None:
+DEATHS = pytest.mark.parametrize("death", [ActorDiedError(), ActorUnavailableError("a secret of the cluster", None)])
+
+
+@pytest.fixture
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingress, "WAITS_S", (0.0,) * 3)
+
+
+class Dying:
+    """A Serve handle whose replicas are coordinators that die: each after so many items, the last one never."""
+
+    def __init__(self, engines: Sequence[FakeEngine], items: Sequence[int], death: Exception) -> None:
+        self.replicas = [Coordinator(Settings(), load=lambda settings, engine=engine: engine) for engine in engines]
+        self.items = [*items, 10**6]
+        self.death = death
+        self.jobs: list[Job] = []
+
+    def options(self, stream: bool) -> Dying:
+        return self
+
+    @property
+    def generate(self) -> Any:
+        return SimpleNamespace(remote=self._generate)
+
+    async def _generate(self, job: Job) -> AsyncGenerator[Item]:
+        number = len(self.jobs)
+        self.jobs.append(job)
+        count = 0
+        async with aclosing(self.replicas[number].generate(job)) as items:
+            async for item in items:
+                if count == self.items[number]:
+                    raise self.death
+                count += 1
+                yield item
+
+
+@DEATHS
+@pytest.mark.parametrize("items", [[0], [1], [2], [4], [3, 2], [2, 0, 3]])
+@pytest.mark.parametrize("body", [{"n": 2}, {"logprobs": 1, "echo": True, "stream_options": {"include_usage": True}}], ids=str)
+def test_a_stream_goes_on_where_its_replica_died(death: Exception, items: list[int], body: dict[str, Any], no_waits: None) -> None:
+    """The client sees one answer, once: whatever had come, and on how many replicas."""
+
+    def script(request: GenerationRequest) -> list[str]:
+        return ["He", "llo", ", ", "wor", "ld", "!"][: 4 + request.params.seed % 3]  # type: ignore[operator]
+
+    def text_of(handle: Any) -> str:
+        response = send("POST", "/v1/completions", COMPLETION | body | {"stream": True, "seed": 5}, over=create_app(handle, MODEL, LIMIT))
+        return re.sub(r'"(id|created)":[^,]*', "", response.text)
+
+    undisturbed = Coordinator(Settings(), load=lambda settings: FakeEngine(script))
+    handle = Dying([FakeEngine(script) for _ in range(len(items) + 1)], items, death)
+    assert text_of(RemoteCoordinator(handle)) == text_of(undisturbed)  # type: ignore[arg-type]
+    assert len(handle.jobs) == len(items) + 1
+    assert all(job.params.seed == 5 for job in handle.jobs)
+
+
+def test_a_job_without_a_seed_keeps_the_one_that_was_drawn(no_waits: None) -> None:
+    handle = Dying([FakeEngine(), FakeEngine()], [2], ActorDiedError())
+    over = create_app(RemoteCoordinator(handle), MODEL, LIMIT)  # type: ignore[arg-type]
+    assert send("POST", "/v1/completions", COMPLETION | {"stream": True}, over=over).status_code == 200
+    one, other = handle.jobs
+    assert one.params.seed is not None
+    assert one.params == other.params
+    assert other.written[0]
+
+
+@DEATHS
+def test_a_replica_that_dies_again_and_again_asks_to_come_back(death: Exception, no_waits: None) -> None:
     def gone(*before: Item) -> Any:
         return create_app(RemoteCoordinator(Replica(*before, death=death)), MODEL, LIMIT)  # type: ignore[arg-type]
 
@@ -70,7 +140,7 @@ def test_a_replica_that_dies_asks_to_come_back(death: Exception) -> None:
     begun = gone(Started([2]), [Delta(0, "Hello", 5)])
     assert_error(send("POST", "/v1/completions", COMPLETION, over=begun), 503)
     response = send("POST", "/v1/completions", COMPLETION | {"stream": True}, over=begun)
-    first, last = [json.loads(event.removeprefix("data: ")) for event in response.text.split("\n\n") if event]
+    first, *_, last = [json.loads(event.removeprefix("data: ")) for event in response.text.split("\n\n") if event]
     assert first["choices"][0]["text"] == "Hello"
     assert "not ready" in last["error"]["message"]
 
