@@ -119,6 +119,9 @@ class SharedExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._plan = plan
 
+    def check(self) -> None:
+        pass
+
     def look_ahead(self) -> None:
         pass
 

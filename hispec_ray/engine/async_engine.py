@@ -12,6 +12,9 @@ from hispec_ray.config import Settings
 from hispec_ray.engine.engine import Engine
 from hispec_ray.request import EngineDeadError, GenerationRequest, TokenDelta
 
+_IDLE_S = 2.0
+"""How often to look after the shards while there is nothing to run."""
+
 
 class _Mailbox:
     """Deltas on their way from the engine's thread to one caller's event loop, which is woken only when it waits for them."""
@@ -200,10 +203,14 @@ class AsyncEngine:
     def _obey(self) -> bool:
         """Carry out what callers asked for since the last step; wait when there is nothing to run. False when it is time to stop."""
         while True:
+            busy = self.engine.has_work
             try:
-                command = self._commands.get(block=not self.engine.has_work)
+                command = self._commands.get(block=not busy, timeout=_IDLE_S)
             except queue.Empty:
-                return True
+                if busy:
+                    return True
+                self.engine.check_shards()
+                continue
             if command is None:
                 return False
             command()

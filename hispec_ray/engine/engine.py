@@ -214,8 +214,6 @@ class Engine:
             self._flying -= 1
             self._losses = 0
         except ShardsLostError as error:
-            self._flying = 0
-            self.scheduler.start_over()
             self._rebuild(error)
             return deltas
         except BaseException:
@@ -238,6 +236,8 @@ class Engine:
 
     def _rebuild(self, error: ShardsLostError) -> None:
         """Start the shards anew. Raises ShardsLostError where they were lost too often in a row."""
+        self._flying = 0
+        self.scheduler.start_over()
         while True:
             self._losses += 1
             self.rebuilds += 1
@@ -248,6 +248,14 @@ class Engine:
                 return self.executor.rebuild()
             except ShardsLostError as again:
                 error = again
+
+    def check_shards(self) -> None:
+        """Start the shards anew where one has died while there was nothing to do. Raises as `step`."""
+        try:
+            self.executor.check()
+            self._losses = 0
+        except ShardsLostError as error:
+            self._rebuild(error)
 
     def close(self) -> None:
         """End the shards, where they are processes of their own. Afterwards nothing else is called."""

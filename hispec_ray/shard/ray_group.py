@@ -140,11 +140,11 @@ class RayExecutor:
             try:
                 return list(ray.get(calls, timeout=_LOOK_S))
             except GetTimeoutError:
-                self._ask_whether_alive()
+                self.check()
             except RayError as error:
                 raise ShardsLostError(f"a shard is lost: {_one_line(error)}") from error
 
-    def _ask_whether_alive(self) -> None:
+    def check(self) -> None:
         try:
             ray.get([member.alive.remote() for member in self._members], timeout=max(1.0, self._patience - _LOOK_S))
         except RayError as error:

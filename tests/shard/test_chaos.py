@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,7 +61,7 @@ def said(response: httpx.Response) -> Any:
     return texts
 
 
-async def ask_all(engine: AsyncEngine, numbers: range, beside: Any = None) -> list[Any]:
+async def ask_all(engine: AsyncEngine, numbers: range) -> list[Any]:
     coordinator = Coordinator(settings(Path("unused")), load=lambda _: engine)
     transport = httpx.ASGITransport(create_app(coordinator, "tiny", 1 << 20))
     gate = asyncio.Semaphore(AT_ONCE)
@@ -70,11 +71,7 @@ async def ask_all(engine: AsyncEngine, numbers: range, beside: Any = None) -> li
             async with gate:
                 return said(await client.post("/v1/completions", json=body(number)))
 
-        task = asyncio.create_task(asyncio.to_thread(beside)) if beside else None
-        answers = await asyncio.gather(*map(ask, numbers))
-        if task:
-            await task
-    return answers
+        return await asyncio.gather(*map(ask, numbers))
 
 
 @pytest.mark.slow
@@ -86,11 +83,10 @@ def test_kills_at_random_under_load(tiny_folder: Path) -> None:
     llm = group(tiny_folder, {"tp": 2, "layers": 4}, {"tp": 1, "layers": 4})
     executor, dice, kills = executor_of(llm), random.Random(1), 0
     engine = AsyncEngine(llm.engine)
-    over = False
 
     def kill() -> None:
         nonlocal kills
-        while kills < KILLS and not over:
+        while kills < KILLS:
             time.sleep(dice.uniform(0.05, 1.5))
             members = list(executor._members)
             try:
@@ -101,11 +97,10 @@ def test_kills_at_random_under_load(tiny_folder: Path) -> None:
             kills += 1
 
     answers: list[Any] = []
-    rounds = 0
-    while kills < KILLS and rounds < 20:  # the same requests again, until all kills are done
-        answers += asyncio.run(ask_all(engine, numbers, kill if not rounds else None))
-        rounds += 1
-    over = True
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    while killer.is_alive() or not answers:  # the same requests again, until all kills are done
+        answers += asyncio.run(ask_all(engine, numbers))
     wrong = [n for n, answer in enumerate(answers) if answer != expected[n % REQUESTS] and answer[0] != "error"]
     errors = sum(answer[0] == "error" for answer in answers if isinstance(answer, tuple))
     print(f"{len(answers)} answers, {kills} kills, {llm.engine.rebuilds} rebuilds, {errors} errors, {len(wrong)} wrong")
