@@ -1,6 +1,7 @@
 """What does HTTP cost? The served engine, streaming, against the same engine in this process: its first token, and each of 16 streams.
 
 Both have the default deployment's settings but for plain decoding, in which every token is a step of its own; both write the same text.
+They stream twice: as often as the default deployment sends, where an event has several tokens, and at every step.
 They take turns, so neither disturbs the other, and every figure is a median of differences between figures of one turn. The client
 shares the machine's cores with the server, and what it costs is counted.
 """
@@ -268,6 +269,9 @@ def figures(turns: Sequence[Turn]) -> dict[str, Any]:
         "events_per_stream": statistics.median(
             sum(len(answer.events()) for answer in turn.answers if answer.body) / STREAMS for turn in turns
         ),
+        "tokens_per_event": statistics.median(
+            tokens / events if (events := sum(len(answer.events()) for answer in turn.answers if answer.body)) else 0 for turn in turns
+        ),
         "bytes_per_token": statistics.median(sum(len(answer.body) for answer in turn.answers) / tokens for turn in turns),
         "cpu_ms_per_token": {name: statistics.median(1e3 * turn.cpu[name] / tokens for turn in turns) for name in ROLES},
     }
@@ -279,11 +283,11 @@ def report(turns: Mapping[str, Mapping[str, Sequence[Turn]]]) -> dict[str, dict[
     for name, paths in turns.items():
         found[f"engine, {name}"] = figures(paths["engine"]) | {"overhead_ms": None}
         found[f"HTTP, {name}"] = figures(paths["http"]) | {"overhead_ms": overhead(paths)}
-    keys = ("tokens_per_second", "ms_per_token", "overhead_ms", "events_per_stream", "bytes_per_token")
+    keys = ("tokens_per_second", "ms_per_token", "overhead_ms", "tokens_per_event", "bytes_per_token")
     rows = [(path, *("-" if line[key] in (None, 0) else line[key] for key in keys)) for path, line in found.items()]
     tokens = next(iter(turns.values()))["http"][0].tokens
     title = f"{STREAMS} streams of {tokens // STREAMS} tokens"
-    common.table(title, ("path", "tokens/s", "ms/token", "overhead", "events", "bytes/token"), rows)
+    common.table(title, ("path", "tokens/s", "ms/token", "overhead", "tokens/event", "bytes/token"), rows)
     cpu = [(path, *line["cpu_ms_per_token"].values()) for path, line in found.items()]
     common.table("CPU time by process, ms a token", ("path", *ROLES, "all"), [(*row, sum(row[1:])) for row in cpu])
     return found
@@ -333,9 +337,10 @@ def main() -> None:
     changes = {"model": {"threads": args.threads}, "speculation": {"method": "plain"}, "cache": {"blocks": 1024}}
     given = Settings.model_validate(servers.settings(changes))
     default = given.server.stream_interval_ms
-    applications = {"/": servers.settings(changes), "/every": servers.settings(changes | {"server": {"stream_interval_ms": 0}})}
+    at_once = {"stream_interval_ms": 0, "stream_events_per_s": 1e6}
+    applications = {"/": servers.settings(changes), "/every": servers.settings(changes | {"server": at_once})}
     engine = AsyncEngine.from_settings(given)
-    with servers.running(applications) as server, asyncio.Runner() as runner:
+    with servers.running(servers.side_by_side(applications)) as server, asyncio.Runner() as runner:
         connections = [runner.run(Connection.open(server)) for _ in range(STREAMS)]
         named = given.model.served_name or given.model.path
         rhythms = (Rhythm(default / 1000, given.server.stream_events_per_s), Rhythm(0.0, math.inf))
@@ -354,6 +359,8 @@ def main() -> None:
     headline = {
         "first_token_overhead_ms": round(difference(firsts["fresh"]["http"], firsts["fresh"]["engine"]), 2),
         "per_token_overhead_ms": round(overhead(turns[names[0]]), 3),
+        "per_token_overhead_every_step_ms": round(overhead(turns[names[1]]), 3),
+        "tokens_per_event": round(streams[f"HTTP, {names[0]}"]["tokens_per_event"], 1),
     }
     details = {
         "threads": given.model.thread_count(),

@@ -1,4 +1,4 @@
-"""`serve run` for a benchmark: the default deployment with other settings, on a free port, in a Ray cluster of its own."""
+"""`serve run` for benchmarks and tests: a deployment on a free port, in a Ray cluster of its own."""
 
 from __future__ import annotations
 
@@ -54,17 +54,12 @@ def settings(changes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-@contextlib.contextmanager
-def running(applications: Mapping[str, Mapping[str, Any]]) -> Iterator[Server]:
-    """Run the default deployment once for each route prefix, with these settings, until the block is left.
+def side_by_side(applications: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the default deployment with its application once for each route prefix, with these settings.
 
-    They share a proxy; those that nobody asks cost nothing but memory. Raises RuntimeError when one does not come up.
+    They share a proxy; those that nobody asks cost nothing but memory.
     """
     content = deployment()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        host, port = free.getsockname()
-    content["http_options"] = content.get("http_options", {}) | {"host": host, "port": port, "keep_alive_timeout_s": 600}
     one = content["applications"][0]
     for options in one["deployments"]:  # so that one core is enough to start them
         options["ray_actor_options"]["num_cpus"] /= len(applications)
@@ -72,10 +67,23 @@ def running(applications: Mapping[str, Mapping[str, Any]]) -> Iterator[Server]:
         copy.deepcopy(one) | {"name": f"{one['name']}{number}", "route_prefix": prefix, "args": dict(arguments)}
         for number, (prefix, arguments) in enumerate(applications.items())
     ]
+    return content
+
+
+@contextlib.contextmanager
+def running(content: Mapping[str, Any]) -> Iterator[Server]:
+    """Run what a deployment file says, on a free port in place of its own, until the block is left. Only from the main thread.
+
+    Raises RuntimeError, with the end of its log, when an application does not come up.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        host, port = free.getsockname()
+    http = {**content.get("http_options", {}), "host": host, "port": port, "keep_alive_timeout_s": 600}
     # A short path, for its sockets, and none that another cluster uses: `serve run` would join it.
     folder = Path(tempfile.mkdtemp(prefix="hispec-", dir="/tmp"))
     path = folder / "deployment.yaml"
-    path.write_text(yaml.safe_dump(content))
+    path.write_text(yaml.safe_dump({**content, "http_options": http}))
     before = signal.signal(signal.SIGTERM, _leave)
     with (folder / "log").open("w+") as log:
         process = subprocess.Popen(
@@ -88,8 +96,8 @@ def running(applications: Mapping[str, Mapping[str, Any]]) -> Iterator[Server]:
         )
         try:
             server = Server(host, port, process.pid)
-            for prefix in applications:
-                _await_health(f"{server.url}{prefix.rstrip('/')}/health", process, Path(log.name))
+            for application in content["applications"]:
+                _await_health(f"{server.url}{application['route_prefix'].rstrip('/')}/health", process, Path(log.name))
             yield server
         finally:
             process.send_signal(signal.SIGINT)

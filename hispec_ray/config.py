@@ -121,16 +121,17 @@ class ServerSettings(Group):
     """The HTTP side."""
 
     api_keys_file: str | None = None
-    """A file with the API keys that clients must send one of, one a line; read at the start. Everybody may ask where neither this is set"""
+    """A file with API keys, one a line, read at the start: clients must send one of them."""
     api_keys_variable: str | None = None
-    """nor this: an environment variable with API keys, separated by commas."""
+    """An environment variable with API keys, separated by commas. Without this and api_keys_file everybody may ask."""
     max_body_mib: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 4.0
     """Larger request bodies are refused with 413."""
     stream_interval_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 50.0
-    """Time between two events of a stream, in which tokens gather; the first and the last come at once. 0 sends every step's tokens."""
+    """Least time between two events of a stream, in which tokens gather; the first and the last come at once. 0 leaves it to
+    stream_events_per_s alone."""
     stream_events_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
-    """Most events of all streams of a replica together: among many streams each waits longer than stream_interval_ms. An event costs
-    about 1.5 ms of CPU time over all processes, whatever it carries."""
+    """Most events of all running streams of a replica together, whatever stream_interval_ms is: among many streams each waits longer.
+    An event costs about 1.5 ms of CPU time over all processes, whatever it carries."""
 
 
 class Settings(Group):

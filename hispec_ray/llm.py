@@ -20,7 +20,7 @@ DEFAULT_PARAMS = SamplingParams()
 
 @dataclass(slots=True)
 class Choice:
-    """One answer. levels[i] names the level that chose token_ids[i] first: "draft", "check" or "full".
+    """One answer. levels[i] names the level that chose token_ids[i] first: "lookup", "draft", "check" or "full".
 
     logprobs: one for each token, where `SamplingParams.logprobs` asks for them; prompt_logprobs: one for each token of the prompt but
     the first, where `SamplingParams.prompt_logprobs` does. stopped_by: the stop string or the token id that ended the answer, if one did.

@@ -10,8 +10,17 @@ from enum import StrEnum
 from typing import cast
 
 MAX_SEED = 2**63 - 1
+MOST_CHOICES = 128
+MOST_STOPS = 16
 LONGEST_STOP = 1024  # characters
+MOST_IDS = 1024  # in logit_bias, and in stop_token_ids
+LARGEST_BIAS = 100
 MOST_LOGPROBS = 20
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2), "top_p": (0, 1), "min_p": (0, 1), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 100),
+}  # fmt: skip
+"""Of the parameters that are numbers, ends included."""
 
 
 class RequestError(ValueError):
@@ -89,14 +98,6 @@ class Shape:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
-_NUMBERS: dict[str, tuple[float, float]] = {
-    "temperature": (0, 2), "top_p": (0, 1), "min_p": (0, 1), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2),
-    "repetition_penalty": (0.01, 100),
-}  # fmt: skip
-"""The ranges of numbers, ends included."""
-_MOST_IDS = 1024  # in logit_bias, and in stop_token_ids
-
-
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one sequence is to be continued.
@@ -153,7 +154,7 @@ class SamplingParams:
                 not isinstance(value, int) or isinstance(value, bool)
             ):
                 raise RequestError(f"{name} is {value!r}; it must be a whole number", name)
-        for name, (least, most) in _NUMBERS.items():
+        for name, (least, most) in RANGES.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise RequestError(f"{name} is {value!r}; it must be a number from {least} to {most}", name)
@@ -171,11 +172,14 @@ class SamplingParams:
             raise RequestError(f"max_tokens is {self.max_tokens}; it must be 0 or more", "max_tokens")
         self._check_counts()
         self._check_stop()
-        if not 1 <= self.n <= 128:
-            raise RequestError(f"n is {self.n}; it must be from 1 to 128", "n")
+        if not 1 <= self.n <= MOST_CHOICES:
+            raise RequestError(f"n is {self.n}; it must be from 1 to {MOST_CHOICES}", "n")
 
     def shape(self, prompt_tokens: int, ends: Collection[int]) -> Shape | None:
-        """Return what bends the distribution of an answer to so many tokens; None where nothing does. ends: ids that would end it."""
+        """Return the Shape for a prompt of `prompt_tokens` tokens; None where logits stay as they are.
+
+        ends: ids that would end the answer.
+        """
         drawn = self.temperature > 0
         found = Shape(
             answer_from=prompt_tokens,
@@ -215,20 +219,22 @@ class SamplingParams:
         """Check ids and biases, and bring them into tuples, ascending and without repeats."""
         bias = self.logit_bias if isinstance(self.logit_bias, Mapping) else dict(self.logit_bias)
         for name, ids in (("logit_bias", tuple(bias)), ("stop_token_ids", tuple(self.stop_token_ids))):
-            if len(ids) > _MOST_IDS:
-                raise RequestError(f"{name} has {len(ids)} ids; at most {_MOST_IDS} are allowed", name)
+            if len(ids) > MOST_IDS:
+                raise RequestError(f"{name} has {len(ids)} ids; at most {MOST_IDS} are allowed", name)
             for id in ids:
                 if not isinstance(id, int) or isinstance(id, bool) or id < 0:
                     raise RequestError(f"{name} has id {id!r}; ids must be whole numbers from 0 on", name)
         for id, value in bias.items():
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not -100 <= value <= 100:
-                raise RequestError(f"logit_bias has {value!r} for id {id}; it must be a number from -100 to 100", "logit_bias")
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not -LARGEST_BIAS <= value <= LARGEST_BIAS:
+                raise RequestError(
+                    f"logit_bias has {value!r} for id {id}; it must be a number from -{LARGEST_BIAS} to {LARGEST_BIAS}", "logit_bias"
+                )
         object.__setattr__(self, "logit_bias", tuple(sorted(bias.items())))
         object.__setattr__(self, "stop_token_ids", tuple(sorted(set(self.stop_token_ids))))
 
     def _check_stop(self) -> None:
-        if len(self.stop) > 16:
-            raise RequestError(f"stop has {len(self.stop)} strings; at most 16 are allowed", "stop")
+        if len(self.stop) > MOST_STOPS:
+            raise RequestError(f"stop has {len(self.stop)} strings; at most {MOST_STOPS} are allowed", "stop")
         if "" in self.stop:
             raise RequestError("stop has an empty string; each must have at least one character", "stop")
         for text in self.stop:
@@ -239,11 +245,15 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One sequence for the engine: a prompt in token ids and its parameters (with a seed that is set)."""
+    """One sequence for the engine: a prompt in token ids and its parameters (with a seed that is set).
+
+    written: the answer's first tokens, where another engine wrote them and ended: it is gone on with behind them.
+    """
 
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+    written: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -251,7 +261,7 @@ class TokenDelta:
     """What one step added to one request.
 
     text is what may be shown now: whole characters only, nothing that could still become part of a
-    stop string. levels[i] names the level whose own choice token_ids[i] was: "draft", "check" or "full".
+    stop string. levels[i] names the level whose own choice token_ids[i] was: "lookup", "draft", "check" or "full".
     token_ids counts every token that the request pays for, the end-of-sequence token included. logprobs: one for each, where asked for.
     prompt_logprobs: of the prompt's next tokens, from its second on, where asked for; all come before the first of token_ids.
     stopped_by: with a finish_reason of stop, the stop string or the token id that ended the answer.

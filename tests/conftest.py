@@ -119,6 +119,12 @@ class SharedExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._plan = plan
 
+    def check(self) -> None:
+        pass
+
+    def look_ahead(self) -> None:
+        pass
+
     @torch.inference_mode()
     def collect(self) -> StepResult:
         return self._round.run(self._plan)

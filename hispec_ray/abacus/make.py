@@ -28,7 +28,7 @@ from hispec_ray.training.trainer import TrainingSettings, train
 EXITS = (2, 4, 6)
 POSITIONS = 512
 SETTINGS = TrainingSettings(
-    steps=2000,
+    steps=2800,
     lines_per_step=16,
     micro_lines=8,
     learning_rate=2e-3,

@@ -122,7 +122,7 @@ class SequenceResult:
     """Tokens that the full depth committed after the plan's own; levels[i] is the index of the source that chose tokens[i] first.
 
     logprobs: one for each token, where the plan asks for them; prompt_logprobs: one for each of the plan's `told`.
-    failed: the sequence's grammar is beyond its limits, and its tokens do not follow it.
+    failed: how many of the tokens still follow the sequence's grammar, where it went beyond its limits behind them; None where it did not.
     Sources are a drafter that is no level, where there is one, then the round's levels, shallow to deep.
     """
 
@@ -131,7 +131,7 @@ class SequenceResult:
     levels: list[int]
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    failed: bool = False
+    failed: int | None = None
 
 
 @dataclass(slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -12,6 +11,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from hispec_ray.config import Settings
 from hispec_ray.engine.engine import Engine
 from hispec_ray.request import EngineDeadError, GenerationRequest, TokenDelta
+
+_IDLE_S = 2.0
+"""How often to look after the shards while there is nothing to run."""
 
 
 class _Mailbox:
@@ -42,13 +44,13 @@ class _Mailbox:
             if not self._loop.is_closed():
                 raise
 
-    async def take(self, delay: float = 0.0) -> list[TokenDelta]:
+    async def take(self, delay: float = 0.0, whole: bool = False) -> list[TokenDelta]:
         """Return what has arrived, waiting until something has; raises the error that was delivered.
 
-        Lets `delay` seconds pass first for more to gather, unless an end arrives.
+        Lets `delay` seconds pass first for more to gather, unless an end arrives; where `whole`, waits for an end, however long.
         """
-        if delay:
-            await self._wait(False, None if delay == math.inf else delay)
+        if delay or whole:
+            await self._wait(False, None if whole else delay)
         await self._wait(True, None)
         with self._lock:
             if self._error is not None and not self._deltas:
@@ -88,6 +90,8 @@ class AsyncEngine:
         self.tokenizer = engine.tokenizer
         self.max_model_len = engine.max_model_len
         self.byte_tokenizer = engine.source.byte_tokenizer
+        self.silent = engine.detokenizer.silent
+        self.written = engine.written
         self.check_grammar = engine.check_grammar
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._mailboxes: dict[str, _Mailbox] = {}
@@ -104,29 +108,29 @@ class AsyncEngine:
         return cls(Engine(settings))
 
     async def generate(
-        self, requests: Sequence[GenerationRequest], pause: Callable[[], float] = lambda: 0.0
+        self, requests: Sequence[GenerationRequest], pause: Callable[[], float] = lambda: 0.0, whole: bool = False
     ) -> AsyncIterator[list[TokenDelta]]:
         """Run requests together and yield the deltas that belong to them as steps bring them, until each has its finish_reason.
 
-        pause: asked after each yield for the seconds until the next, in which deltas gather; the first comes at once and so does an
-            end. Infinite from the start where only ends matter.
+        pause: asked after each yield for the seconds until the next, in which deltas gather; the first comes at once and so does an end.
+        whole: only ends matter, and nothing comes before one.
         All enter or none. Leaving the iterator early aborts what is unfinished; its blocks are free within a step.
         Raises RequestError or QueueFullError before the first yield, EngineDeadError when the engine has died.
         """
         self.check_health()
         mailbox = _Mailbox()
         unfinished = {request.id for request in requests}
-        delay = math.inf if pause() == math.inf else 0.0
+        delay = 0.0
         self._callers.add(mailbox)
         self._commands.put(lambda: self._enter(requests, mailbox))
         try:
             self.check_health()  # again: an engine that ended in between told its callers before this one was among them
             while unfinished:
-                deltas = await mailbox.take(delay)
-                delay = pause()
+                deltas = await mailbox.take(delay, whole)
                 unfinished -= {delta.request_id for delta in deltas if delta.finish_reason is not None}
                 if deltas:
                     yield deltas
+                    delay = pause()
         finally:
             self._callers.discard(mailbox)
             if unfinished:
@@ -199,10 +203,14 @@ class AsyncEngine:
     def _obey(self) -> bool:
         """Carry out what callers asked for since the last step; wait when there is nothing to run. False when it is time to stop."""
         while True:
+            busy = self.engine.has_work
             try:
-                command = self._commands.get(block=not self.engine.has_work)
+                command = self._commands.get(block=not busy, timeout=_IDLE_S)
             except queue.Empty:
-                return True
+                if busy:
+                    return True
+                self.engine.check_shards()
+                continue
             if command is None:
                 return False
             command()

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
+from hispec_ray.engine.tools import TAGS
+
 REPLACEMENT = "\ufffd"
 
 CONTEXT = 4
@@ -30,11 +32,14 @@ class Tokenizer(Protocol):
 
 
 class Detokenizer:
-    """What the streams of one tokenizer share; makes a TextStream for each sequence."""
+    """What the streams of one tokenizer share; makes a TextStream for each sequence.
+
+    It says which tokens have a text in an answer: all but the special ones, and those special ones that begin and end calls of tools.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._special = frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self._special = frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special and token.content not in TAGS)
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)  # fast tokenizers: the same text without the wrapper's cost
         self._silent: dict[int, bool] = {}
         self._bytes = self._fallback_bytes()
@@ -47,12 +52,12 @@ class Detokenizer:
         return TextStream(CharacterStream(self, prompt_ids), stop, deaf)
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return the text of token_ids decoded together, without special tokens."""
+        """Return the text of token_ids decoded together."""
         text: str
         if self._backend is not None:
-            text = self._backend.decode(token_ids, skip_special_tokens=True)
+            text = self._backend.decode(token_ids, skip_special_tokens=False)
         else:
-            text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     def silent(self, token_id: int) -> bool:

@@ -14,7 +14,7 @@ from hispec_ray.core.sequence import Sequence
 from hispec_ray.engine.detokenizer import Detokenizer, TextStream
 from hispec_ray.engine.prompts import read_template
 from hispec_ray.model.weights import ModelSource, open_model
-from hispec_ray.request import FinishReason, GenerationRequest, RequestError, TokenDelta
+from hispec_ray.request import FinishReason, GenerationRequest, RequestError, TokenDelta, TokenLogprob
 from hispec_ray.shard.executor import Executor, ShardsLostError
 from hispec_ray.shard.inline import InlineExecutor
 from hispec_ray.shard.shard import Shard
@@ -71,13 +71,14 @@ class Engine:
         limits = settings.scheduler
         window, speculation = self.executor.window, settings.speculation
         branches = speculation.branches if window and (speculation.branch_below or speculation.drafter != "exit") else 0
+        branches = branches or int(window > 0 and self.executor.lanes > 1)  # else a block to guess ahead into
         self.scheduler = Scheduler(self.pool, limits.max_sequences, limits.max_batch_rows, limits.max_queued, window, branches)
         self.rebuilds = 0  # times that shards were lost
         self._losses = 0  # in a row
         self._flying = 0  # rounds that have begun
         self.counts = [LevelCounts() for _ in self.levels]
         self.generated = 0
-        self._detokenizer = Detokenizer(self.tokenizer)
+        self.detokenizer = Detokenizer(self.tokenizer)
         self._eos = frozenset(architecture.eos_token_ids)
         self._answers: dict[int, _Answer] = {}
         self._empty: list[str] = []  # requests that nothing is to be run for, to be answered at the next step
@@ -99,13 +100,6 @@ class Engine:
         prompt, wanted = request.prompt_ids, request.params.max_tokens
         if not prompt:
             raise RequestError("the prompt is empty; it must have at least one token", "prompt")
-        for token in prompt:
-            if not 0 <= token < self.vocabulary:
-                raise RequestError(f"the prompt has token id {token}; ids must be from 0 to {self.vocabulary - 1}", "prompt")
-        params = request.params
-        for name, ids in (("logit_bias", [id for id, _ in params.biases]), ("stop_token_ids", params.stop_token_ids)):
-            if ids and max(ids) >= self.vocabulary:
-                raise RequestError(f"{name} has token id {max(ids)}; ids must be from 0 to {self.vocabulary - 1}", name)
         if len(prompt) + max(1, wanted or 0) > self.max_model_len:
             asked = f"{len(prompt)} in the prompt" + (f" and {wanted} in the answer" if wanted else " and at least 1 in the answer")
             raise RequestError(
@@ -114,6 +108,13 @@ class Engine:
                 "prompt" if len(prompt) >= self.max_model_len else "max_tokens",
                 "context_length_exceeded",
             )
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < self.vocabulary:
+                raise RequestError(f"the prompt has token id {token}; ids must be from 0 to {self.vocabulary - 1}", "prompt")
+        params = request.params
+        for name, ids in (("logit_bias", [id for id, _ in params.biases]), ("stop_token_ids", params.stop_token_ids)):
+            if ids and max(ids) >= self.vocabulary:
+                raise RequestError(f"{name} has token id {max(ids)}; ids must be from 0 to {self.vocabulary - 1}", name)
         if params.grammar is not None:
             self.check_grammar(params.grammar)
 
@@ -148,19 +149,37 @@ class Engine:
         sequence = Sequence(
             self._ids,
             request.id,
-            list(prompt),
+            [*prompt, *request.written],
             limit,
             params.temperature,
             request.params.seed,
             shape,
             params.logprobs,
-            params.prompt_logprobs,
+            None if request.written else params.prompt_logprobs,  # they come before the first token
             params.speculate,
         )
-        answer = _Answer(request, sequence, self._detokenizer.stream(prompt, params.stop, params.min_tokens), frozenset(ends))
+        answer = _Answer(request, sequence, self._text(request)[0], frozenset(ends))
         self.scheduler.add(sequence)
         self._live.add(request.id)
         self._answers[self._ids] = answer
+
+    def _text(self, request: GenerationRequest) -> tuple[TextStream, str]:
+        """Return the stream of an answer's text behind what is written of it, and what that has shown."""
+        stream = self.detokenizer.stream(request.prompt_ids, request.params.stop, request.params.min_tokens)
+        return stream, "".join([stream.push(token) for token in request.written])
+
+    def written(self, request: GenerationRequest) -> TokenDelta:
+        """Return what was said of an answer's written tokens when they came; log-probabilities and levels are unknown. On any thread."""
+        told = request.params.prompt_logprobs is not None
+        unknown = TokenLogprob(0.0, ())
+        return TokenDelta(
+            request.id,
+            self._text(request)[1],
+            list(request.written),
+            ["full"] * len(request.written),
+            logprobs=[unknown] * len(request.written) if request.params.logprobs is not None else [],
+            prompt_logprobs=[unknown] * (len(request.prompt_ids) - 1) if told else [],
+        )
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its blocks at once; unknown ids are ignored."""
@@ -189,12 +208,12 @@ class Engine:
                 self._flying += 1
             if not self._flying:
                 return deltas
+            if self._flying < self.executor.lanes:
+                self.executor.look_ahead()
             result = self.executor.collect()
             self._flying -= 1
             self._losses = 0
         except ShardsLostError as error:
-            self._flying = 0
-            self.scheduler.start_over()
             self._rebuild(error)
             return deltas
         except BaseException:
@@ -217,6 +236,8 @@ class Engine:
 
     def _rebuild(self, error: ShardsLostError) -> None:
         """Start the shards anew. Raises ShardsLostError where they were lost too often in a row."""
+        self._flying = 0
+        self.scheduler.start_over()
         while True:
             self._losses += 1
             self.rebuilds += 1
@@ -227,6 +248,14 @@ class Engine:
                 return self.executor.rebuild()
             except ShardsLostError as again:
                 error = again
+
+    def check_shards(self) -> None:
+        """Start the shards anew where one has died while there was nothing to do. Raises as `step`."""
+        try:
+            self.executor.check()
+            self._losses = 0
+        except ShardsLostError as error:
+            self._rebuild(error)
 
     def close(self) -> None:
         """End the shards, where they are processes of their own. Afterwards nothing else is called."""
@@ -241,11 +270,10 @@ class Engine:
         kept = 0
         stopped_by: str | int | None = None
         reason: FinishReason | None = None
-        if result.failed:
-            reason = FinishReason.ERROR
-        elif not room:
+        if not room:
             reason = FinishReason.LENGTH
-        while reason is None and kept < len(result.tokens):
+        good = len(result.tokens) if result.failed is None else result.failed
+        while reason is None and kept < good:
             token = result.tokens[kept]
             kept += 1
             if token in answer.ends:
@@ -256,6 +284,8 @@ class Engine:
                 reason = FinishReason.STOP
             elif kept == room:
                 reason = FinishReason.LENGTH
+        if reason is None and result.failed is not None:
+            reason = FinishReason.ERROR
         if reason is not None:
             pieces.append(stream.finish())
             if stream.stopped is not None:  # a stop string may end in a character that only the end completes

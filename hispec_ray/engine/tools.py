@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 from hispec_ray.grammar import JSON_OPTIONS
 from hispec_ray.request import RequestError
@@ -17,7 +17,8 @@ from hispec_ray.request import RequestError
 class ToolFormat:
     """How a call is written: `begin`, the name, `middle`, the arguments in JSON, `end`.
 
-    tag: what in a text begins a call; none where only a whole answer can be one, which then begins with `begin`.
+    tag: what in a text begins a call, and `begin` itself; none where only a whole answer can be one. close: what `end` ends with.
+    Both may be tokens of their own.
     """
 
     name: str
@@ -25,21 +26,35 @@ class ToolFormat:
     middle: str
     end: str
     tag: str = ""
+    close: str = ""
 
 
-HERMES = ToolFormat("hermes", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "<tool_call>")
+HERMES = ToolFormat("hermes", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "<tool_call>", "</tool_call>")
 """NousResearch's Hermes, Qwen2 and Qwen3."""
 LLAMA = ToolFormat("llama", '{"name": "', '", "parameters": ', "}")
 """Llama 3.1 and later, whose answer is one call or a text."""
+TAGS = frozenset({HERMES.tag, HERMES.close})
+"""What is read from the text of an answer, and so must stand in it, whatever a tokenizer calls it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that may be called; parameters is the JSON schema of its arguments, an object. given: as the client wrote it."""
+    """A function that may be called; parameters is the JSON schema of its arguments. given: as the client wrote it.
+
+    Raises RequestError where the schema is that of something else than an object.
+    """
 
     name: str
     parameters: Mapping[str, Any]
     given: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        kind = self.parameters.get("type", "object")
+        if kind != "object":
+            raise RequestError(
+                f"the parameters of {self.name!r} are of type {kind!r:.80}; the type must be 'object', for so are the arguments of a call",
+                "tools.function.parameters",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,33 +84,37 @@ def format_of(template: str | None) -> ToolFormat:
     )
 
 
-def grammar_for(use: ToolUse, written: ToolFormat, special: Callable[[str], bool]) -> str:
+def grammar_for(use: ToolUse, written: ToolFormat, special: Callable[[str], bool], spoken: Sequence[str] = ()) -> str:
     """Return the grammar of answers that may, or must, call tools; see `hispec_ray.grammar`.
 
-    special: whether a text is one of the model's special tokens, which no text can spell.
+    special: whether a text is one of the model's special tokens, which no text can spell. spoken: those of them that may stand in a text,
+    such as what begins a thought.
     """
     several = use.several and bool(written.tag)
-    tag = written.tag if special(written.tag) else json.dumps(written.tag)
+    own = special(written.tag)
+    tag = written.tag if own else json.dumps(written.tag)
     rest = written.begin.removeprefix(written.tag)
+    end = json.dumps(written.end)
+    if special(written.close):
+        end = f"{json.dumps(written.end.removesuffix(written.close))} {written.close}"
     rules = ["%llguidance {}"]
     bodies = []
     for number, tool in enumerate(use.tools):
-        schema = {"type": "object"} | dict(tool.parameters) | {"x-guidance": JSON_OPTIONS}
+        schema = dict(tool.parameters) | {"type": "object", "x-guidance": JSON_OPTIONS}
         bodies.append(f"body_{number}")
-        rules.append(f"body_{number}: {json.dumps(rest + tool.name + written.middle)} %json {json.dumps(schema)} {json.dumps(written.end)}")
+        rules.append(f"body_{number}: {json.dumps(rest + tool.name + written.middle)} %json {json.dumps(schema)} {end}")
     body = f"({' | '.join(bodies)})"
     if not written.tag:
         rules += [f"start: {body}" if use.required else f"start: {body} | TEXT?", r"TEXT: /[^{](.|\n)*/"]
     elif use.required:
         rules += ["start: call" + (r' ("\n" call)*' if several else ""), f"call: {tag} {body}"]
     else:
-        rules += [
-            "start: call* TEXT" if several else "start: call | TEXT",
-            f"call: TEXT {tag} {body}" if special(written.tag) else f"call: begun {body}",
-            r"TEXT: /(.|\n)*/",
-        ]
-        if not special(written.tag):
-            rules.append(f"begun[lazy]: TEXT {tag}")
+        rules += ["start: call* text" if several else "start: call | text", r"TEXT: /(.|\n)*/"]
+        rules += [f"spoken: {' | '.join(spoken)}", "text: TEXT (spoken TEXT)*"] if spoken else ["text: TEXT"]
+        if own:
+            rules.append(f"call: text {tag} {body}")
+        else:
+            rules += [f"call: {'(TEXT spoken)* ' if spoken else ''}begun {body}", f"begun[lazy]: TEXT {tag}"]
     return "\n".join(rules)
 
 
@@ -107,11 +126,13 @@ class _At(Enum):
     END = auto()
 
 
-@dataclass(slots=True)
-class CallText:
-    """A piece of a call that was found in a text: the first of each has an id and the name, the others more of the arguments."""
+class CallPart(NamedTuple):
+    """A piece of a call that was found in a text: the first of each has an id and the name, the others more of the arguments.
 
-    index: int
+    number: the call's, from 0 on.
+    """
+
+    number: int
     id: str | None
     name: str | None
     arguments: str
@@ -133,9 +154,9 @@ class CallReader:
     _quoted: bool = False
     _escaped: bool = False
     _said: bool = False  # the answer began with something else than a call
-    _parts: list[CallText] = field(default_factory=list)
+    _parts: list[CallPart] = field(default_factory=list)
 
-    def feed(self, piece: str) -> tuple[str, list[CallText]]:
+    def feed(self, piece: str) -> tuple[str, list[CallPart]]:
         """Return the text that may be shown now, and pieces of calls."""
         shown: list[str] = []
         self._parts = []
@@ -147,7 +168,7 @@ class CallReader:
                 self._held += name
                 piece = quote + after
                 if quote:
-                    self._parts.append(CallText(self.calls, "call_" + secrets.token_hex(12), self._held, ""))
+                    self._parts.append(CallPart(self.calls, "call_" + secrets.token_hex(12), self._held, ""))
                     self.calls += 1
                     self._held, self._at, self._skip = "", _At.MIDDLE, len(self.written.middle)
             elif self._at is _At.ARGUMENTS:
@@ -158,6 +179,11 @@ class CallReader:
                 if not self._skip:
                     self._at = _At.ARGUMENTS if self._at is _At.MIDDLE else _At.TEXT
         return "".join(shown), self._parts
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last call has all its arguments; False where there is no call."""
+        return self.calls > 0 and self._at in (_At.TEXT, _At.END)
 
     def finish(self) -> str:
         """Return the text that was held back."""
@@ -221,10 +247,10 @@ class CallReader:
 
     def _more(self, arguments: str) -> None:
         last = self._parts[-1] if self._parts else None
-        if last and last.index == self.calls - 1:
-            last.arguments += arguments
+        if last and last.number == self.calls - 1:
+            self._parts[-1] = last._replace(arguments=last.arguments + arguments)
         else:
-            self._parts.append(CallText(self.calls - 1, None, None, arguments))
+            self._parts.append(CallPart(self.calls - 1, None, None, arguments))
 
 
 def _overlap(text: str, begin: str) -> int:
@@ -242,7 +268,7 @@ def _opened(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
+    except (TypeError, ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise RequestError(

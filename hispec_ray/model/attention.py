@@ -47,6 +47,43 @@ class GatheredAttention:
         return out
 
 
+class SingleRows:
+    """For CUDA graphs: every row is a sequence of one query, described by tensors that stay where they are.
+
+    positions: int64[B]; tables: int32[B, T], each row's own line, wide enough for the longest context.
+    """
+
+    def __init__(self, positions: torch.Tensor, tables: torch.Tensor) -> None:
+        self._positions = positions
+        self._tables = tables
+        self._cu_rows = torch.arange(len(positions) + 1, dtype=torch.int32, device=positions.device)
+
+    def __call__(self, layer: int, queries: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        keys, values = cache.keys(layer), cache.values(layer)
+        if queries.device.type != "cuda":  # where a graph is only played, step by step
+            lines = np.arange(len(queries))
+            rows = Rows(lines, self._positions.numpy(), lines, self._tables.long().numpy(), lines, lines)
+            return GatheredAttention(rows, keys.shape[1], queries.device)(layer, queries, cache)
+        from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  it registers CUDA operators
+
+        out = varlen_attn(
+            queries,
+            keys,
+            values,
+            self._cu_rows,
+            None,
+            1,
+            self._tables.shape[1] * keys.shape[1],
+            window_size=(-1, 0),
+            enable_gqa=queries.shape[1] != keys.shape[2],
+            seqused_k=(self._positions + 1).int(),
+            block_table=self._tables,
+            num_splits=1,
+        )
+        assert isinstance(out, torch.Tensor)
+        return out
+
+
 def flash_attention_reads_blocks() -> bool:
     """Switch torch to Flash Attention 3, the one whose kernels read a block table; False, with a warning, where it is not installed."""
     try:

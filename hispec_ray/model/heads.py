@@ -104,7 +104,9 @@ class Columns:
         reduced = None if heads is None else heads.vocabulary
         parts = [torch.arange(ids.start, ids.stop) for ids in piece.vocabularies]
         kept = None
-        if reduced is not None:
+        if reduced is not None and len(parts) == 1:
+            kept = [reduced]
+        elif reduced is not None:
             kept = [part[torch.isin(part, reduced)] for part in parts]
             # a rank that none fall to scores one: every rank then has a best
             kept = [found if len(found) else part[:1] for found, part in zip(kept, parts, strict=True)]

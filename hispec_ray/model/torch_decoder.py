@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hispec_ray.core.plan import Drafts, DraftStarts, IntArray, Rows
 from hispec_ray.model.architecture import Architecture, rope_tables
 from hispec_ray.model.attention import Attention, GatheredAttention, VarlenAttention, flash_attention_reads_blocks
+from hispec_ray.model.cuda_graphs import Capture, GraphedLayers, capture_cuda
 from hispec_ray.model.decoder import ChooseGuess, by_rule, draft_by_passes
 from hispec_ray.model.heads import Columns, ExitWeights, Heads, exit_layers
 from hispec_ray.model.kv_cache import KVCache
@@ -40,7 +41,9 @@ class TorchDecoder:
         heads: Heads | None = None,
         piece: Piece | None = None,
         collective: Collective = ALONE,
+        capture: Capture | None = None,
     ) -> None:
+        """capture: how a pass of few rows is made into a graph; on a GPU with flash attention as a CUDA graph where not given."""
         self.architecture = architecture
         self._piece = piece = piece or whole(architecture)
         self._own = piece.architecture(architecture)  # heads and columns of this rank
@@ -52,6 +55,7 @@ class TorchDecoder:
         self._dtype = next(iter(weights.values())).dtype
         half = self._dtype == torch.bfloat16  # all that the flash kernels take
         self._flash = half and device.type == "cuda" and flash_attention_reads_blocks()
+        capture = capture or (capture_cuda if self._flash else None)
         self._weights = {name: tensor.to(device) for name, tensor in weights.items()}
         self._columns = Columns(piece, heads)
         self._exits: dict[int, ExitWeights] = {}
@@ -63,7 +67,10 @@ class TorchDecoder:
             head, kept = self._weights["head.weight"], self._columns.of_exits
             self._exit_head = head if kept is None else head[kept.to(device) - piece.vocabulary.start]
         a = architecture
+        self._positions = positions
+        self._capture = capture
         self.cache = self._pool()
+        self._graphs = self._graphed()
         if not a.learned_positions:
             cosines, sines = rope_tables(a.config, positions)
             self._cosines, self._sines = (torch.cat((part, part), dim=-1).unsqueeze(1).to(device) for part in (cosines, sines))
@@ -72,12 +79,21 @@ class TorchDecoder:
         twin = copy.copy(self)
         twin.blocks = blocks
         twin.cache = twin._pool()
+        twin._graphs = twin._graphed()
         return twin
+
+    def _graphed(self) -> GraphedLayers | None:
+        """Graphs over the cache's last block, which is nobody's; none where ranks add up between the layers."""
+        if self._capture is None or self._collective.size > 1:
+            return None
+        shape = {"width": self.architecture.width, "table_width": -(-self._positions // self.block_size), "block_size": self.block_size}
+        return GraphedLayers(self._layers, self._capture, **shape, spare_block=self.blocks, dtype=self._dtype, device=self._device)
 
     def _pool(self) -> KVCache:
         shape = {"kv_heads": self._own.kv_heads, "head_dim": self._own.head_dim}
         layers = len(self._piece.layers) + len(self.exit_layers)
-        return KVCache(layers, self.blocks, self.block_size, **shape, dtype=self._dtype, device=self._device)
+        blocks = self.blocks + (self._capture is not None)
+        return KVCache(layers, blocks, self.block_size, **shape, dtype=self._dtype, device=self._device)
 
     @staticmethod
     def block_bytes(architecture: Architecture, layers: int, block_size: int, dtype: torch.dtype) -> int:
@@ -129,18 +145,35 @@ class TorchDecoder:
         return hidden
 
     def run(self, first: int, last: int, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
+        if self._graphs is not None and (done := self._graphs.run(first, last, hidden, rows)) is not None:
+            return done
         positions, slots, slot_rows = (torch.from_numpy(part).to(self._device) for part in (rows.positions, rows.slots, rows.slot_rows))
         attention: Attention
         attention = VarlenAttention(rows, self._device) if self._flash else GatheredAttention(rows, self.block_size, self._device)
+        return self._layers(first, last, hidden, positions, slots, attention, slot_rows)
+
+    def _layers(
+        self,
+        first: int,
+        last: int,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        attention: Attention,
+        slot_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """slot_rows: int64[S], the row of each slot; None where slot i is row i's."""
         a = self._own
         for i in range(first, last):
             at = self._place(i)
             normed = self._normed(f"layers.{i}.attn_norm", hidden)
-            qkv = self._linear(f"layers.{i}.qkv", normed).view(len(rows), -1, a.head_dim)
+            qkv = self._linear(f"layers.{i}.qkv", normed).view(len(hidden), -1, a.head_dim)
             queries, keys, values = qkv.split((a.heads, a.kv_heads, a.kv_heads), dim=1)
             queries = self._head_rows(queries, f"layers.{i}.q_norm.weight", positions)
             keys = self._head_rows(keys, f"layers.{i}.k_norm.weight", positions)
-            self.cache.write(at, slots, keys[slot_rows], values[slot_rows])
+            if slot_rows is not None:
+                keys, values = keys[slot_rows], values[slot_rows]
+            self.cache.write(at, slots, keys, values)
             mixed = attention(at, queries, self.cache)
             hidden = hidden + self._summed(self._linear(f"layers.{i}.out", mixed.flatten(1)))
             inner = self._linear(f"layers.{i}.up", self._normed(f"layers.{i}.mlp_norm", hidden))

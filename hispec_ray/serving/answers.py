@@ -1,132 +1,18 @@
-"""OpenAI's answers in plain data: whole ones, the chunks of a stream, errors; and what a coordinator sends to be written so."""
+"""OpenAI's answers in plain data: whole ones, the chunks of a stream, errors."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
+
+from hispec_ray.engine.tools import CallPart
+from hispec_ray.serving.wire import Delta, Entry, Failure, Spelled
 
 _TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 _LONGEST_MESSAGE, _LONGEST_PARAM = 800, 200  # characters
-
-
-class Spelled(NamedTuple):
-    """A token as a client sees it: its text (U+FFFD where it has only a part of a character) and bytes; a special token has no bytes."""
-
-    text: str
-    bytes: bytes
-
-
-class Entry(NamedTuple):
-    """A token's log-probability and those of the likeliest tokens in its place, the likeliest first.
-
-    logprob: None for a prompt's first token. offset: characters of the choice's text before it.
-    """
-
-    token: Spelled
-    logprob: float | None
-    top: tuple[tuple[Spelled, float], ...]
-    offset: int
-
-
-class CallPart(NamedTuple):
-    """A piece of a tool call: the first of each has an id and the name, the others more of the arguments."""
-
-    number: int
-    id: str | None
-    name: str | None
-    arguments: str
-
-
-class Delta(NamedTuple):
-    """What steps added to one choice.
-
-    number: the choice's index; text: to be shown now; tokens: that the request pays for; reason: in the last one why it ended.
-    entries: log-probabilities, where asked for, of the tokens whose text is shown. levels: (token id, level that chose it first), where
-    asked for.
-    """
-
-    number: int
-    text: str = ""
-    tokens: int = 0
-    reason: str | None = None
-    entries: tuple[Entry, ...] = ()
-    calls: tuple[CallPart, ...] = ()
-    levels: tuple[tuple[int, str], ...] = ()
-
-
-def joined_calls(parts: Iterable[CallPart]) -> tuple[CallPart, ...]:
-    """Return the parts, in their order, with those of one call made one: clients expect a call once in an answer, and once in a chunk."""
-    calls: dict[int, CallPart] = {}
-    for part in parts:
-        known = calls.get(part.number)
-        calls[part.number] = part if known is None else known._replace(arguments=known.arguments + part.arguments)
-    return tuple(calls.values())
-
-
-def joined(deltas: Sequence[Delta]) -> Delta:
-    """Return what the deltas of one choice, in their order and at least one, come to."""
-    if len(deltas) == 1:
-        return deltas[0]
-    return Delta(
-        deltas[0].number,
-        "".join([delta.text for delta in deltas]),
-        sum([delta.tokens for delta in deltas]),
-        deltas[-1].reason,
-        tuple(chain.from_iterable(delta.entries for delta in deltas)),
-        joined_calls([part for delta in deltas for part in delta.calls]),
-        tuple(chain.from_iterable(delta.levels for delta in deltas)),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The first thing that a coordinator sends for a job that it took on: the tokens of each prompt."""
-
-    prompt_tokens: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a request is not answered, or not to its end."""
-
-    status: int
-    message: str
-    param: str | None = None
-    code: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-    def of_param(self, param: str | None) -> Failure:
-        return replace(self, param=param)
-
-
-Item = Started | Failure | list[Delta]
-"""What travels from a coordinator to an ingress: Started and then deltas until every choice has ended; or a Failure, as the last."""
-
-
-class RequestFailed(Exception):
-    """Ends the handling of a request with a Failure."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
-
-
-NOT_READY = Failure(503, "The server is not ready: the engine has stopped and is being replaced; try again", headers={"Retry-After": "10"})
-NO_KEY = Failure(
-    401,
-    "There is no valid API key; send one as `Authorization: Bearer KEY`",
-    code="invalid_api_key",
-    headers={"WWW-Authenticate": "Bearer"},
-)
-TOO_COMPLEX = Failure(
-    400, "The grammar of this answer became more complex than the server allows; simplify its schema", "grammar", "grammar_too_complex"
-)
-SERVER_FAILURE = Failure(500, "The server had an error while answering; the server's log has more")
 
 
 def error(failure: Failure) -> dict[str, Any]:

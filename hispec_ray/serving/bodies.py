@@ -5,30 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, WithJsonSchema
+from pydantic import BaseModel, Field
 
 from hispec_ray.engine.tools import Tool, ToolUse
-from hispec_ray.request import RequestError, SamplingParams
+from hispec_ray.request import MOST_LOGPROBS, RequestError, SamplingParams
+from hispec_ray.serving.failures import RequestFailed
 from hispec_ray.serving.fields import (
-    BIAS_SCHEMA,
+    Biases,
     Body,
     ChatTokens,
     Choices,
     Id,
+    Ids,
     MaxTokens,
-    Penalty,
     Prompt,
-    Repetition,
     Seed,
-    Share,
     Stop,
-    Temperature,
     Text,
     TopK,
+    ranged,
     refused,
     shown,
+    whole,
 )
 from hispec_ray.serving.messages import FunctionTool, Messages, NamedTool, ResponseFormat, ToolChoice
+from hispec_ray.serving.wire import Failure
+
+MOST_IN_LISTS = 5
+"""The most `logprobs` of a completion, OpenAI's own limit."""
+MOST_TOOLS = 128
 
 
 class StreamOptions(Body):
@@ -50,7 +55,8 @@ class Extension(Body):
     """Tell, for each token, the level that chose it first."""
 
 
-_PLAIN = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
+_SAME_NAME = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
+"""Fields that are called as in SamplingParams, and have its defaults where unset."""
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:
@@ -89,7 +95,7 @@ class DetokenizeBody(ModelBody):
 class GenerationBody(ModelBody):
     """What both endpoints know. An explicit null is the same as leaving the field out."""
 
-    temperature: Temperature | None = None
+    temperature: Annotated[float, ranged("temperature")] | None = None
     """0 always takes the likeliest token; 1 where unset."""
     seed: Seed | None = None
     """The same seed gives the same text; one is drawn where unset."""
@@ -98,18 +104,18 @@ class GenerationBody(ModelBody):
     n: Choices | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    top_p: Share | None = None
+    top_p: Annotated[float, ranged("top_p")] | None = None
     """Draw from the likeliest tokens that together have this probability."""
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[str, float], WithJsonSchema(BIAS_SCHEMA)] | None = None
+    presence_penalty: Annotated[float, ranged("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, ranged("frequency_penalty")] | None = None
+    logit_bias: Biases | None = None
     """What is added to the logits of token ids."""
     top_k: TopK | None = None
     """Draw from the k likeliest tokens; -1 and 0 are all (an extension, as all that follow)."""
-    min_p: Share | None = None
+    min_p: Annotated[float, ranged("min_p")] | None = None
     """Draw from tokens with at least this share of the likeliest one's probability."""
-    repetition_penalty: Repetition | None = None
-    stop_token_ids: Annotated[list[Id], Field(fail_fast=True)] | None = None
+    repetition_penalty: Annotated[float, ranged("repetition_penalty")] | None = None
+    stop_token_ids: Ids | None = None
     """Ids that end the answer as the end-of-sequence token does."""
     min_tokens: MaxTokens | None = None
     """Neither a token nor a stop string ends the answer before so many tokens."""
@@ -136,7 +142,7 @@ class GenerationBody(ModelBody):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             speculate=self.hispec is None or self.hispec.method != "plain",
             **more,
-            **{name: value for name in _PLAIN if (value := getattr(self, name)) is not None},
+            **{name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None},
         )
 
 
@@ -149,7 +155,7 @@ class CompletionBody(GenerationBody):
     """Offered only where it equals n."""
     echo: bool | None = None
     """The text begins with the prompt."""
-    logprobs: Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0, "maximum": 5})] | None = None
+    logprobs: Annotated[int, whole(0, MOST_IN_LISTS)] | None = None
     """Tell each token's log-probability, and those of so many likeliest ones in its place; with echo, of the prompt's tokens too."""
 
 
@@ -162,10 +168,10 @@ class ChatBody(GenerationBody):
     """The newer name of max_tokens."""
     logprobs: bool | None = None
     """Tell each token's log-probability."""
-    top_logprobs: Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0, "maximum": 20})] | None = None
+    top_logprobs: Annotated[int, whole(0, MOST_LOGPROBS)] | None = None
     """With logprobs, those of so many likeliest tokens in its place."""
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     """`auto` where there are tools, `none` where there are none."""
     parallel_tool_calls: bool | None = None
@@ -173,9 +179,12 @@ class ChatBody(GenerationBody):
 
     def tool_use(self) -> ToolUse | None:
         """Return which calls the answer may or must have; None for none. Raises RequestFailed where choice and tools do not fit."""
-        tools = tuple(
-            Tool(tool.function.name, tool.function.parameters or {}, tool.model_dump(exclude_none=True)) for tool in self.tools or ()
-        )
+        try:
+            tools = tuple(
+                Tool(tool.function.name, tool.function.parameters or {}, tool.model_dump(exclude_none=True)) for tool in self.tools or ()
+            )
+        except RequestError as error:
+            raise RequestFailed(Failure.of(error)) from None
         choice = self.tool_choice
         if not tools:
             if choice not in (None, "none"):

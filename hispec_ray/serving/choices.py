@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from hispec_ray.engine.tools import CallReader, ToolFormat, ToolUse
+from hispec_ray.engine.tools import CallPart, CallReader, ToolFormat, ToolUse
 from hispec_ray.request import FinishReason, TokenDelta, TokenLogprob
-from hispec_ray.serving.answers import CallPart, Delta, Entry, Spelled, joined_calls
+from hispec_ray.serving.wire import Delta, Entry, Spelled, joined_calls
 
 
 class Speller:
     """Spells token ids; knows every token's bytes."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        """tokenizer: llguidance's, see `ModelSource.byte_tokenizer`."""
+    def __init__(self, tokenizer: Any, silent: Callable[[int], bool]) -> None:
+        """tokenizer: llguidance's, see `ModelSource.byte_tokenizer`. silent: whether a token never has a text in an answer."""
         self._tokenizer = tokenizer
+        self._silent = silent
         self._known: dict[int, Spelled] = {}
-
-    def special(self, id: int) -> bool:
-        return bool(self._tokenizer.is_special_token(id))
 
     def spell(self, id: int) -> Spelled:
         spelled = self._known.get(id)
         if spelled is None:
             raw = bytes(self._tokenizer.decode_bytes([id]))
-            spelled = Spelled(raw.decode(errors="replace"), b"" if self.special(id) else raw)
+            spelled = Spelled(raw.decode(errors="replace"), b"" if self._silent(id) else raw)
             self._known[id] = spelled
         return spelled
 
@@ -41,10 +39,18 @@ class _Entries:
         self._offset = 0
         self._waiting: deque[Entry] = deque()
 
-    def answer(self, offset: int) -> None:
-        """The tokens from here on are the answer's, whose first character is at this offset of the choice's text."""
+    def read_prompt(self, ids: Sequence[int], text: str, told: Sequence[TokenLogprob]) -> None:
+        """Begin with the prompt's tokens, whose text stands before the answer's. told: one for each token but the first.
+
+        A special token counts where its name stands in the text: a client may have written it, or the tokenizer put it there by itself.
+        """
+        for place, id in enumerate(ids):
+            self.add(id, told[place - 1] if place else None)
+            token = self._waiting[-1].token
+            if not token.bytes and text.startswith(token.text, self._offset):
+                self._offset += len(token.text)
         self._characters.reset()
-        self._offset = offset
+        self._offset = len(text)
 
     def add(self, id: int, logprob: TokenLogprob | None) -> None:
         spell = self._speller.spell
@@ -76,11 +82,12 @@ class ChoiceWriter:
         speller: Speller | None = None,
         calls: tuple[ToolFormat, ToolUse] | None = None,
         trace: bool = False,
+        ids: bool = False,
     ) -> None:
         """Begin a choice.
 
         prompt, prompt_text: where they are part of the answer. speller: where log-probabilities are wanted.
-        calls: where tools may be called.
+        calls: where tools may be called. trace, ids: whether levels are told, and the tokens' ids.
         """
         self._number = number
         self._prompt = prompt
@@ -94,6 +101,7 @@ class ChoiceWriter:
         self._parts: list[CallPart] = []
         self._levels: list[tuple[int, str]] = []
         self._trace = trace
+        self._ids: list[int] | None = [] if ids else None
         self._reason: str | None = None
         self._cut = False
         self._begun = False  # tokens of the answer, or its end, have come
@@ -105,26 +113,27 @@ class ChoiceWriter:
         if not self._begun:
             self._begun = True
             if self._entries:
-                for place, id in enumerate(self._prompt):
-                    self._entries.add(id, self._told[place - 1] if place else None)
-                self._entries.answer(self._shown)
+                self._entries.read_prompt(self._prompt, self._text, self._told)
         self._tokens += len(delta.token_ids)
         if self._entries:
             for id, logprob in zip(delta.token_ids, delta.logprobs, strict=True):
                 self._entries.add(id, logprob)
+        if self._ids is not None:
+            self._ids += delta.token_ids
         if self._trace:
             self._levels += zip(delta.token_ids, delta.levels, strict=True)
         text = delta.text
         if self._reader:
             text, parts = self._reader.feed(text)
-            self._parts += [CallPart(part.index, part.id, part.name, part.arguments) for part in parts]
+            self._parts += parts
             if delta.finish_reason:
                 text += self._reader.finish()
         self._text += text
         self._shown += len(delta.text)
         if delta.finish_reason is not None:
             self._cut = isinstance(delta.stopped_by, str)
-            called = self._reader is not None and self._reader.calls > 0 and delta.finish_reason is FinishReason.STOP
+            # A stop string may have cut the last call: what is there of it is no call that could be answered.
+            called = self._reader is not None and self._reader.complete and delta.finish_reason is FinishReason.STOP
             self._reason = "tool_calls" if called and not self._named else delta.finish_reason.value
 
     def take(self) -> Delta | None:
@@ -134,6 +143,9 @@ class ChoiceWriter:
         entries = self._entries.take(self._shown, self._reason is not None and not self._cut) if self._entries else ()
         if not (self._text or self._tokens or self._reason or entries or self._parts):
             return None
-        delta = Delta(self._number, self._text, self._tokens, self._reason, entries, joined_calls(self._parts), tuple(self._levels))
+        calls, levels = joined_calls(self._parts), tuple(self._levels)
+        delta = Delta(self._number, self._text, self._tokens, self._reason, entries, calls, levels, tuple(self._ids or ()))
         self._text, self._tokens, self._parts, self._levels = "", 0, [], []
+        if self._ids:
+            self._ids.clear()
         return delta

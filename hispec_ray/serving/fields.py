@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 
-from hispec_ray.request import MAX_SEED
-from hispec_ray.serving.answers import Failure, RequestFailed
+from hispec_ray.request import LARGEST_BIAS, LONGEST_STOP, MAX_SEED, MOST_CHOICES, MOST_IDS, MOST_STOPS, RANGES
+from hispec_ray.serving.failures import RequestFailed
+from hispec_ray.serving.wire import Failure
 
 
 def refused(param: str, message: str, code: str | None = None) -> RequestFailed:
@@ -30,7 +31,7 @@ TAGS = ("~one", "~texts", "~numbers", "~lists")
 
 
 def form_of(value: Any) -> str:
-    """The tag of a value that may come as one or as a list of several kinds: by its first item."""
+    """Return the union tag of a value, judged by its first item if it is a list."""
     if not isinstance(value, list):
         return "~one"
     first = value[0] if value else ""
@@ -55,29 +56,43 @@ Prompt = Annotated[
     Annotated[Text, Tag("~one")]
     | Annotated[Texts, Tag("~texts")]
     | Annotated[TokenIds, Tag("~numbers")]
-    | Annotated[list[TokenIds], Field(fail_fast=True), Tag("~lists")],
+    | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True), Tag("~lists")],
     Discriminator(form_of),
 ]
-# Ranges are documented here and checked in SamplingParams.
-Temperature = Annotated[float, WithJsonSchema({"type": "number", "minimum": 0, "maximum": 2})]
-Seed = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0, "maximum": MAX_SEED})]
-Choices = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1, "maximum": 128})]
-MaxTokens = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
-ChatTokens = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1})]
-Share = Annotated[float, WithJsonSchema({"type": "number", "minimum": 0, "maximum": 1})]
-Penalty = Annotated[float, WithJsonSchema({"type": "number", "minimum": -2, "maximum": 2})]
-TopK = Annotated[int, WithJsonSchema({"type": "integer", "minimum": -1})]
-Repetition = Annotated[float, WithJsonSchema({"type": "number", "minimum": 0.01, "maximum": 100})]
-BIAS_SCHEMA = {
+
+
+# The ranges are SamplingParams', which checks them; here the document gets them.
+def ranged(name: str) -> WithJsonSchema:
+    """The schema of a number that is a parameter of this name."""
+    least, most = RANGES[name]
+    return WithJsonSchema({"type": "number", "minimum": least, "maximum": most})
+
+
+def whole(least: int, most: int | None = None) -> WithJsonSchema:
+    """The schema of a whole number, ends included."""
+    return WithJsonSchema({"type": "integer", "minimum": least} | ({} if most is None else {"maximum": most}))
+
+
+Seed = Annotated[int, whole(0, MAX_SEED)]
+Choices = Annotated[int, whole(1, MOST_CHOICES)]
+MaxTokens = Annotated[int, whole(0)]
+ChatTokens = Annotated[int, whole(1)]
+TopK = Annotated[int, whole(-1)]
+Ids = Annotated[
+    list[Id], Field(fail_fast=True), WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": MOST_IDS})
+]
+_BIAS_SCHEMA = {
     "type": "object",
     "propertyNames": {"pattern": "^[0-9]{1,18}$"},
-    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    "additionalProperties": {"type": "number", "minimum": -LARGEST_BIAS, "maximum": LARGEST_BIAS},
+    "maxProperties": MOST_IDS,
 }
-_STOP_TEXT = {"type": "string", "minLength": 1}
+Biases = Annotated[dict[str, float], WithJsonSchema(_BIAS_SCHEMA)]
+_STOP_TEXT = {"type": "string", "minLength": 1, "maxLength": LONGEST_STOP}
 Stop = Annotated[
     Annotated[Text, Tag("~one")] | Annotated[list[Text], Field(fail_fast=True), Tag("~texts")],
     Discriminator(lambda value: "~texts" if isinstance(value, list) else "~one"),
-    WithJsonSchema({"anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": 16}]}),
+    WithJsonSchema({"anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": MOST_STOPS}]}),
 ]
 
 

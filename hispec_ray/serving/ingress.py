@@ -6,9 +6,11 @@ import asyncio
 import functools
 import json
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -23,20 +25,17 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hispec_ray.serving.answers import NO_KEY, NOT_READY, SERVER_FAILURE, Delta, Failure, Item, RequestFailed, Started, error, joined, usage
-from hispec_ray.serving.jobs import Job, TokenizeJob
+from hispec_ray.request import MAX_SEED
+from hispec_ray.serving.answers import error, usage
+from hispec_ray.serving.failures import NO_KEY, NOBODY_ANSWERS, NOT_READY, SERVER_FAILURE, RequestFailed
 from hispec_ray.serving.keys import Keys
-from hispec_ray.serving.protocol import (
-    Call,
-    read_chat,
-    read_completion,
-    read_detokenize,
-    read_tokenize,
-    unknown_model,
-)
+from hispec_ray.serving.protocol import Checked, read_chat, read_completion, read_detokenize, read_tokenize, unknown_model
+from hispec_ray.serving.wire import Delta, Failure, Item, Job, Started, TokenizeJob, joined
 
 logger = logging.getLogger("ray.serve")
 
+WAITS_S = (0.2, 1.0, 3.0)
+"""Before a job is sent to another coordinator, after each death: Serve takes a moment to notice one."""
 HEALTH_TIMEOUT_S = 5.0
 """How long a coordinator may take to say that it is well."""
 REPLICA_GONE = (RayActorError, NodeDiedError, ReplicaUnavailableError, DeploymentUnavailableError, BackPressureError)
@@ -44,15 +43,22 @@ REPLICA_GONE = (RayActorError, NodeDiedError, ReplicaUnavailableError, Deploymen
 
 
 class JobRunner(Protocol):
-    """A coordinator as the ingress sees it."""
+    """A coordinator as the ingress sees it. All is called on the event loop.
 
-    def generate(self, job: Job) -> AsyncGenerator[Item]: ...
+    What is wrong with a request, or with the engine, comes as a Failure. What is wrong with the coordinator itself may be raised.
+    """
 
-    async def spell(self, asked: TokenizeJob) -> dict[str, Any] | Failure: ...
+    def generate(self, job: Job) -> AsyncGenerator[Item]:
+        """Send Started, then deltas until every choice has ended; at any point a Failure, as the last. Leaving early cancels the job."""
 
-    async def read(self, ids: Sequence[int]) -> dict[str, Any] | Failure: ...
+    async def tokenize_only(self, asked: TokenizeJob) -> dict[str, Any] | Failure:
+        """Return the body that answers /tokenize."""
 
-    async def health(self) -> dict[str, float]: ...
+    async def detokenize(self, ids: Sequence[int]) -> dict[str, Any] | Failure:
+        """Return the body that answers /detokenize."""
+
+    async def health(self) -> dict[str, float]:
+        """Return the engine's gauges. Raises where no engine is well."""
 
 
 class RemoteCoordinator:
@@ -63,26 +69,50 @@ class RemoteCoordinator:
         self._stream = handle.options(stream=True)
 
     async def generate(self, job: Job) -> AsyncGenerator[Item]:
-        """Leaving the iterator early cancels the job. Where the replica dies, the last item is a Failure that says to come back."""
-        items = self._stream.generate.remote(job)
-        ended = False
-        try:
-            async for item in items:
-                yield item
-            ended = True
-        except REPLICA_GONE as problem:
-            logger.warning("job %s lost its coordinator: %r", job.id, problem)
-            ended = True
-            yield NOT_READY
-        finally:
-            if not ended:
-                items.cancel()
+        """Leaving the iterator early cancels the job.
 
-    async def spell(self, asked: TokenizeJob) -> dict[str, Any] | Failure:
-        return await self._ask(self._unary.spell, asked)
+        Where the replica dies, another goes on behind the tokens that have come: with the same seed it goes on as this one would have.
+        After more deaths than there are waits (it may be the job that kills) the last item is a Failure that says to come back.
+        """
+        seed = secrets.randbelow(MAX_SEED) if job.params.seed is None else job.params.seed
+        job = replace(job, params=replace(job.params, seed=seed), resumable=job.stream)
+        started, deaths = False, 0
+        written: dict[int, tuple[int, ...]] = {}
+        ended: set[int] = set()
+        while True:
+            items = self._stream.generate.remote(replace(job, written=written, ended=frozenset(ended)) if started else job)
+            handing_on = False
+            try:
+                async for item in items:
+                    if isinstance(item, list):
+                        for delta in item:
+                            written[delta.number] = written.get(delta.number, ()) + delta.ids
+                            if delta.reason is not None:
+                                ended.add(delta.number)
+                    elif isinstance(item, Started):
+                        if started:
+                            continue
+                        started = True
+                    handing_on = True  # the client may leave here
+                    yield item
+                    handing_on = False
+                return
+            except REPLICA_GONE as problem:
+                logger.warning("job %s lost its coordinator: %r", job.id, problem)
+                if isinstance(problem, BackPressureError) or deaths == len(WAITS_S):
+                    yield NOT_READY
+                    return
+            finally:
+                if handing_on:
+                    items.cancel()
+            await asyncio.sleep(WAITS_S[deaths])
+            deaths += 1
 
-    async def read(self, ids: Sequence[int]) -> dict[str, Any] | Failure:
-        return await self._ask(self._unary.read, ids)
+    async def tokenize_only(self, asked: TokenizeJob) -> dict[str, Any] | Failure:
+        return await self._ask(self._unary.tokenize_only, asked)
+
+    async def detokenize(self, ids: Sequence[int]) -> dict[str, Any] | Failure:
+        return await self._ask(self._unary.detokenize, ids)
 
     async def _ask(self, method: DeploymentHandle, asked: Any) -> dict[str, Any] | Failure:
         try:
@@ -116,7 +146,7 @@ def create_app(coordinator: JobRunner, model: str, max_body_bytes: int, keys: Ke
     app = FastAPI(title="hispec_ray", version=version("hispec-ray"), openapi_url=None, redirect_slashes=False)
     card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "hispec_ray"}
 
-    async def answer(request: Request, read: Callable[[bytes, str], Call]) -> Response:
+    async def answer(request: Request, read: Callable[[bytes, str], Checked]) -> Response:
         return await respond(coordinator, read(await _body(request, max_body_bytes), model))
 
     @app.post("/v1/completions")
@@ -144,12 +174,12 @@ def create_app(coordinator: JobRunner, model: str, max_body_bytes: int, keys: Ke
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         """Tell the token ids of a text or a conversation."""
-        return _told(await coordinator.spell(read_tokenize(await _body(request, max_body_bytes), model)))
+        return _answered(await coordinator.tokenize_only(read_tokenize(await _body(request, max_body_bytes), model)))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         """Tell the text of token ids."""
-        return _told(await coordinator.read(read_detokenize(await _body(request, max_body_bytes), model)))
+        return _answered(await coordinator.detokenize(read_detokenize(await _body(request, max_body_bytes), model)))
 
     @app.get("/version")
     async def tell_version() -> Response:
@@ -163,11 +193,11 @@ def create_app(coordinator: JobRunner, model: str, max_body_bytes: int, keys: Ke
             figures = await asyncio.wait_for(coordinator.health(), HEALTH_TIMEOUT_S)
         except Exception as problem:
             logger.warning("no coordinator is well: %r", problem)
-            raise RequestFailed(Failure(503, "The server is not ready: no coordinator answers")) from None
+            raise RequestFailed(NOBODY_ANSWERS) from None
         return _json(200, {"status": "ok", **{name: figures[name] for name in ("running", "waiting", "kv_usage")}})
 
     @functools.cache
-    def document() -> dict[str, Any]:
+    def described() -> dict[str, Any]:
         from hispec_ray.serving import document  # noqa: PLC0415  (openai: not wanted before)
 
         return document.write(app, model, keys is not None)
@@ -175,7 +205,7 @@ def create_app(coordinator: JobRunner, model: str, max_body_bytes: int, keys: Ke
     @app.get("/openapi.json", include_in_schema=False)
     def openapi() -> Response:  # not async: the first time takes a second or two, for which there are threads
         """Tell what each route takes and answers."""
-        return _json(200, document())
+        return _json(200, described())
 
     if keys is not None:
         app.add_middleware(KeyCheck, keys=keys)
@@ -185,56 +215,56 @@ def create_app(coordinator: JobRunner, model: str, max_body_bytes: int, keys: Ke
     return app
 
 
-async def respond(coordinator: JobRunner, call: Call) -> Response:
+async def respond(coordinator: JobRunner, checked: Checked) -> Response:
     """Run a job and answer it, whole or as a stream; the first item decides the status. Raises RequestFailed."""
-    items = coordinator.generate(call.job)
+    items = coordinator.generate(checked.job)
     try:
         started = await anext(items)
         if isinstance(started, Failure):
-            raise call.failed(started)
+            raise checked.failed(started)
         if not isinstance(started, Started):
             raise TypeError(f"a coordinator began with {type(started).__name__}")
     except BaseException:
         await items.aclose()
         raise
-    if call.job.stream:
-        return EventStream(_events(call, started, items), items)
+    if checked.job.stream:
+        return EventStream(_events(checked, started, items), items)
     async with aclosing(items):
-        return await _whole(call, started, items)
+        return await _whole(checked, started, items)
 
 
-async def _whole(call: Call, started: Started, items: AsyncIterator[Item]) -> Response:
-    deltas: list[list[Delta]] = [[] for _ in range(len(started.prompt_tokens) * call.job.params.n)]
+async def _whole(checked: Checked, started: Started, items: AsyncIterator[Item]) -> Response:
+    deltas: list[list[Delta]] = [[] for _ in range(len(started.prompt_tokens) * checked.job.params.n)]
     async for item in items:
         if not isinstance(item, list):
-            raise call.failed(item if isinstance(item, Failure) else SERVER_FAILURE)
+            raise checked.failed(item if isinstance(item, Failure) else SERVER_FAILURE)
         for delta in item:
             deltas[delta.number].append(delta)
     choices = [joined(parts) for parts in deltas]
-    return _json(200, call.answer.whole(choices, usage(sum(started.prompt_tokens), sum(choice.tokens for choice in choices))))
+    return _json(200, checked.answer.whole(choices, usage(sum(started.prompt_tokens), sum(choice.tokens for choice in choices))))
 
 
-async def _events(call: Call, started: Started, items: AsyncGenerator[Item]) -> AsyncGenerator[bytes]:
+async def _events(checked: Checked, started: Started, items: AsyncGenerator[Item]) -> AsyncGenerator[bytes]:
     """Yield server-sent events, all that an item brought at once. The status is out: what fails from here on is an event."""
-    answer = call.answer
+    answer = checked.answer
     completion_tokens = 0
-    choices = range(len(started.prompt_tokens) * call.job.params.n)
+    choices = range(len(started.prompt_tokens) * checked.job.params.n)
     opening = [answer.chunk(piece) for index in choices for piece in answer.opening(index)]
     try:
         async with aclosing(items):
             async for item in items:
                 if not isinstance(item, list):
-                    raise call.failed(item if isinstance(item, Failure) else SERVER_FAILURE)
+                    raise checked.failed(item if isinstance(item, Failure) else SERVER_FAILURE)
                 chunks, opening = opening, []
                 for delta in item:
                     completion_tokens += delta.tokens
                     chunks += answer.chunks(delta)
                 counts = usage(sum(started.prompt_tokens), completion_tokens)
-                so_far = {"usage": counts if call.continuous_usage else None} if call.include_usage else {}
+                so_far = {"usage": counts if checked.continuous_usage else None} if checked.include_usage else {}
                 if chunks:
                     yield b"".join([_event(chunk | so_far) for chunk in chunks])
         counts = usage(sum(started.prompt_tokens), completion_tokens)
-        yield (_event(answer.usage_chunk(counts)) if call.include_usage else b"") + b"data: [DONE]\n\n"
+        yield (_event(answer.usage_chunk(counts)) if checked.include_usage else b"") + b"data: [DONE]\n\n"
     except RequestFailed as failed:
         yield _event(error(failed.failure))
     except Exception:
@@ -262,17 +292,24 @@ class EventStream(Response):
 
 
 class KeyCheck:
-    """Lets through only what has a key, and whatever asks for /health."""
+    """Lets through only what has a key, and whatever asks for /health, under any route prefix."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == "/health" or self._keys.has(Headers(scope=scope).get("authorization", "")):
+        if scope["type"] != "http" or _route(scope) == "/health" or self._keys.has(Headers(scope=scope).get("authorization", "")):
             await self._app(scope, receive, send)
         else:
             await _failed(NO_KEY)(scope, receive, send)
+
+
+def _route(scope: Scope) -> str:
+    """Return the path within the application: Ray Serve leaves the route prefix in `path`, and names it in `root_path`."""
+    path: str = scope["path"]
+    prefix = scope.get("root_path", "").rstrip("/")
+    return path[len(prefix) :] if path.startswith(f"{prefix}/") else path
 
 
 async def _body(request: Request, most: int) -> bytes:
@@ -302,7 +339,7 @@ def _json(status: int, content: dict[str, Any], headers: dict[str, str] | None =
     return Response(_dumps(content), status, headers, "application/json")
 
 
-def _told(answer: dict[str, Any] | Failure) -> Response:
+def _answered(answer: dict[str, Any] | Failure) -> Response:
     return _failed(answer) if isinstance(answer, Failure) else _json(200, answer)
 
 
@@ -319,7 +356,8 @@ async def _on_http_exception(request: Request, problem: Exception) -> Response:
     """The routes' own answers: 404 and 405."""
     assert isinstance(problem, HTTPException)
     headers = dict(problem.headers or {})
-    return _failed(Failure(problem.status_code, f"{problem.detail}: {request.method} {request.url.path}", headers=headers))
+    # The path as it came: request.url wants the query to be text.
+    return _failed(Failure(problem.status_code, f"{problem.detail}: {request.method} {request.scope['path']}", headers=headers))
 
 
 async def _on_exception(_: Request, problem: Exception) -> Response:

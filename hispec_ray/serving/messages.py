@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
@@ -29,7 +29,7 @@ _DEEPEST = 100  # levels of a JSON value that goes on to others, whose readers e
 
 
 def _as_json(value: Any) -> Any:
-    """Refuse what Python's reader of JSON takes and those behind it do not: NaN, half of a surrogate pair, and any depth."""
+    """Refuse JSON that Python reads but llguidance and the templates cannot: NaN, lone surrogates, nesting beyond 100."""
     level = [value]
     for _ in range(_DEEPEST):
         level = [item for outer in level for item in _items(outer)]
@@ -111,8 +111,19 @@ class Message(Body):
         return message
 
 
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+MOST_MESSAGES = 4096
+"""Of a conversation: a template takes about a tenth of a millisecond for each, and others wait meanwhile."""
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+
+
+def plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return a conversation for a template. Raises RequestFailed where parts of a message do not belong together."""
+    return [message.plain(f"messages.{place}") for place, message in enumerate(messages)]
+
+
 JsonSchema = Annotated[dict[str, Any], AfterValidator(_as_json), WithJsonSchema({"type": "object"})]
+_OF_OBJECTS = {"type": "object", "properties": {"type": {"const": "object"}}}
+Parameters = Annotated[dict[str, Any], AfterValidator(_as_json), WithJsonSchema(_OF_OBJECTS)]  # `Tool` checks the type
 
 
 class Function(Body):
@@ -120,7 +131,7 @@ class Function(Body):
 
     name: Name
     description: Text | None = None
-    parameters: JsonSchema | None = None
+    parameters: Parameters | None = None
     """The JSON schema of its arguments, an object's."""
     strict: bool | None = None
     """Arguments always follow the schema, whatever stands here."""
@@ -165,14 +176,25 @@ class SchemaOfAnswer(Body):
 
 
 class ResponseFormat(Body):
-    """What the answer is to be: any text, a JSON object, or what a JSON schema allows."""
+    """What the answer is to be: any text, a JSON object, or what a JSON schema allows; `json_schema` comes with that type alone."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaOfAnswer | None = None
 
     def grammar(self) -> str | None:
-        if self.type == "json_object":
-            return json_object()
-        if self.type == "json_schema" and self.json_schema and self.json_schema.schema_ is not None:
-            return json_schema(self.json_schema.schema_)
-        return None
+        """Return the grammar of such answers; None for any text. Raises RequestFailed where type and schema do not belong together."""
+        wanted = self.json_schema
+        if (self.type == "json_schema") != (wanted is not None):
+            raise refused(
+                "response_format.json_schema",
+                f"response_format.type is {self.type!r} and its json_schema is {'null' if wanted is None else 'set'}; "
+                "it belongs to the type json_schema, and only there",
+            )
+        if wanted is None:
+            return json_object() if self.type == "json_object" else None
+        if wanted.schema_ is None:
+            raise refused("response_format.json_schema.schema", "response_format.json_schema.schema is required")
+        try:
+            return json_schema(wanted.schema_)
+        except ValueError as error:  # such as a number that its reader does not take
+            raise refused("response_format.json_schema.schema", f"the schema cannot be followed: {error}") from None

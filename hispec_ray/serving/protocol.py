@@ -10,18 +10,28 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from hispec_ray.request import RequestError, SamplingParams
-from hispec_ray.serving.answers import Answer, ChatAnswer, CompletionAnswer, Failure, RequestFailed
-from hispec_ray.serving.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, ModelBody, StreamOptions, TokenizeBody
+from hispec_ray.serving.answers import Answer, ChatAnswer, CompletionAnswer
+from hispec_ray.serving.bodies import (
+    MOST_IN_LISTS,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    ModelBody,
+    StreamOptions,
+    TokenizeBody,
+)
+from hispec_ray.serving.failures import RequestFailed
 from hispec_ray.serving.fields import TAGS, form_of, refused, shown
-from hispec_ray.serving.jobs import Job, TokenizeJob
+from hispec_ray.serving.messages import MOST_MESSAGES, plain
+from hispec_ray.serving.wire import Failure, Job, TokenizeJob
 
 COMPLETION_TOKENS = 16
 """OpenAI's max_tokens for a completion that names none."""
-_MOST_IN_LISTS = 5  # OpenAI's most logprobs of a completion
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Checked:
     """A checked HTTP request: the job, how its answer is to be written, and what its fields are called there.
 
     include_usage: whether a stream ends with the token counts; continuous_usage: whether every event of it has those so far.
@@ -36,7 +46,7 @@ class Call:
 
     def failed(self, failure: Failure) -> RequestFailed:
         """Return the error to raise, with the parameter under the name that the client used."""
-        return RequestFailed(failure.of_param(self.fields.get(failure.param, failure.param) if failure.param else None))
+        return RequestFailed(failure.named(self.fields))
 
 
 # What clients may send that is not offered: only these values, which change nothing, and null are accepted.
@@ -51,13 +61,13 @@ _NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def read_completion(raw: bytes, model: str) -> Call:
+def read_completion(raw: bytes, model: str) -> Checked:
     """Check the body of POST /v1/completions for a server of `model`. Raises RequestFailed."""
     content = _offered(_json_object(raw), _NEUTRAL_IN_COMPLETION)
     body = _validated(CompletionBody, content, model)
     echo, logprobs = bool(body.echo), body.logprobs
-    if logprobs is not None and not 0 <= logprobs <= _MOST_IN_LISTS:
-        raise refused("logprobs", f"logprobs is {logprobs}; it must be from 0 to {_MOST_IN_LISTS}")
+    if logprobs is not None and not 0 <= logprobs <= MOST_IN_LISTS:
+        raise refused("logprobs", f"logprobs is {logprobs}; it must be from 0 to {MOST_IN_LISTS}")
     tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     params = _params(body, tokens, {}, logprobs=logprobs, prompt_logprobs=logprobs if echo else None)
     if body.best_of is not None and body.best_of != params.n:
@@ -65,17 +75,12 @@ def read_completion(raw: bytes, model: str) -> Call:
     prompts: Sequence[Any] = body.prompt if form_of(body.prompt) in ("~texts", "~lists") else [body.prompt]
     answer = CompletionAnswer(model, logprobs=logprobs is not None, trace=_trace(body))
     job = Job(answer.id, params, prompts=prompts, stream=bool(body.stream), echo=echo, trace=_trace(body), method=_method(body))
-    return Call(job, answer, *_usage(body))
+    return Checked(job, answer, *_usage(body))
 
 
-def read_chat(raw: bytes, model: str) -> Call:
+def read_chat(raw: bytes, model: str) -> Checked:
     """Check the body of POST /v1/chat/completions for a server of `model`. Raises RequestFailed."""
-    content = _offered(_json_object(raw), _NEUTRAL_IN_CHAT)
-    messages = content.get("messages")
-    if isinstance(messages, list):
-        kept = [_offered(m, _NEUTRAL_IN_MESSAGE, f"messages.{i}.") if isinstance(m, dict) else m for i, m in enumerate(messages)]
-        content["messages"] = kept
-    body = _validated(ChatBody, content, model)
+    body = _validated(ChatBody, _conversation(_offered(_json_object(raw), _NEUTRAL_IN_CHAT)), model)
     limits = {name: value for name in ("max_tokens", "max_completion_tokens") if (value := getattr(body, name)) is not None}
     if len(set(limits.values())) > 1:
         raise refused(
@@ -91,22 +96,22 @@ def read_chat(raw: bytes, model: str) -> Call:
     fields = {"prompt": "messages", "max_tokens": name, "logprobs": "top_logprobs", "grammar": "tools" if use else "response_format"}
     if body.top_logprobs is not None and not body.logprobs:
         raise refused("top_logprobs", f"top_logprobs is {body.top_logprobs} and logprobs is not true; it is for log-probabilities only")
-    grammar = _grammar(body)
+    grammar = body.response_format.grammar() if body.response_format else None
     if use and grammar:
         raise refused("response_format", "response_format is set beside tools; set tool_choice to none or leave one of them out")
     answer = ChatAnswer(model, logprobs=bool(body.logprobs), trace=_trace(body))
     params = _params(body, limit, fields, logprobs=body.top_logprobs or 0 if body.logprobs else None, grammar=grammar)
-    messages = [message.plain(f"messages.{i}") for i, message in enumerate(body.messages)]
+    messages = plain(body.messages)
     job = Job(answer.id, params, messages=messages, stream=bool(body.stream), tools=use, trace=_trace(body), method=_method(body))
-    return Call(job, answer, *_usage(body), fields)
+    return Checked(job, answer, *_usage(body), fields)
 
 
 def read_tokenize(raw: bytes, model: str) -> TokenizeJob:
     """Check the body of POST /tokenize for a server of `model`. Raises RequestFailed."""
-    body = _validated(TokenizeBody, _json_object(raw), model)
+    body = _validated(TokenizeBody, _conversation(_json_object(raw)), model)
     if (body.prompt is None) == (body.messages is None):
         raise refused("prompt", f"prompt and messages are {'both null' if body.prompt is None else 'both set'}; set one of them")
-    messages = None if body.messages is None else [message.plain(f"messages.{i}") for i, message in enumerate(body.messages)]
+    messages = None if body.messages is None else plain(body.messages)
     special, generation = body.add_special_tokens is not False, body.add_generation_prompt is not False
     return TokenizeJob(body.prompt, messages, special, generation, bool(body.return_token_strs))
 
@@ -114,24 +119,6 @@ def read_tokenize(raw: bytes, model: str) -> TokenizeJob:
 def read_detokenize(raw: bytes, model: str) -> list[int]:
     """Check the body of POST /detokenize for a server of `model`. Raises RequestFailed."""
     return _validated(DetokenizeBody, _json_object(raw), model).tokens
-
-
-def _grammar(body: ChatBody) -> str | None:
-    wanted = body.response_format
-    if wanted is None:
-        return None
-    if (wanted.type == "json_schema") != (wanted.json_schema is not None):
-        raise refused(
-            "response_format.json_schema",
-            f"response_format.type is {wanted.type!r} and its json_schema is {'null' if wanted.json_schema is None else 'set'}; "
-            "it belongs to the type json_schema, and only there",
-        )
-    if wanted.json_schema and wanted.json_schema.schema_ is None:
-        raise refused("response_format.json_schema.schema", "response_format.json_schema.schema is required")
-    try:
-        return wanted.grammar()
-    except ValueError as error:  # such as a number that its reader does not take
-        raise refused("response_format.json_schema.schema", f"the schema cannot be followed: {error}") from None
 
 
 def _trace(body: GenerationBody) -> bool:
@@ -166,6 +153,17 @@ def _offered(content: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]], pr
                 "unsupported_parameter",
             )
     return kept
+
+
+def _conversation(content: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is not offered in the messages of a body. Raises RequestFailed where it would change something."""
+    messages = content.get("messages")
+    if not isinstance(messages, list):
+        return content
+    if len(messages) > MOST_MESSAGES:
+        raise refused("messages", f"messages has {len(messages)} messages; at most {MOST_MESSAGES} are allowed")
+    kept = [_offered(m, _NEUTRAL_IN_MESSAGE, f"messages.{i}.") if isinstance(m, dict) else m for i, m in enumerate(messages)]
+    return content | {"messages": kept}
 
 
 def _same(value: Any, neutral: Any) -> bool:
@@ -214,7 +212,7 @@ def _params(body: GenerationBody, max_tokens: int | None, fields: Mapping[str, s
     try:
         return body.params(max_tokens, **more)
     except RequestError as error:
-        raise refused(fields.get(error.field or "", error.field or ""), error.message, error.code) from None
+        raise RequestFailed(Failure.of(error).named(fields)) from None
 
 
 def _usage(body: GenerationBody) -> tuple[bool, bool]:

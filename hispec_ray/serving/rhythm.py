@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_SHORTEST = 0.001  # seconds: a timer costs more than it would save in less
+
 
 class Rhythm:
     """The time between two events of a stream, in which its tokens gather.
@@ -28,4 +30,5 @@ class Rhythm:
 
     def pause(self) -> float:
         """Return the seconds that lie between two events of each stream now; 0 sends every step's tokens."""
-        return max(self._interval, self._streams / self._events_per_s) if self._interval else 0.0
+        pause = max(self._interval, self._streams / self._events_per_s)
+        return pause if pause >= _SHORTEST else 0.0

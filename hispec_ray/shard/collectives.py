@@ -66,10 +66,10 @@ class Group:
         rows.copy_(total)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        parts = torch.empty(self.size, *part.shape, dtype=part.dtype, device=part.device)
+        parts = torch.empty(self.size * part.numel(), dtype=part.dtype, device=part.device)
         with self._watched.waiting():
-            dist.all_gather_into_tensor(parts, part.contiguous(), group=self._group)
-        return parts
+            dist.all_gather_single(parts, part.flatten(), group=self._group)
+        return parts.view(self.size, *part.shape)
 
 
 class SharedMemory:

@@ -31,6 +31,12 @@ class Executor(Protocol):
     def collect(self) -> StepResult:
         """Wait for the round that began first; one SequenceResult for each sequence of its plan, in its order. Raises ShardsLostError."""
 
+    def check(self) -> None:
+        """Raise ShardsLostError where a shard has died or does not answer. Called now and then while nothing is in flight."""
+
+    def look_ahead(self) -> None:
+        """Use the time until the round in flight ends, where there is a way to: called when nothing else can be begun."""
+
     def rebuild(self) -> None:
         """Start the shards anew after they were lost: same weights, empty caches. Raises ShardsLostError where they do not come up."""
 

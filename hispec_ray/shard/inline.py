@@ -28,6 +28,12 @@ class InlineExecutor:
     def collect(self) -> StepResult:
         return self.shard.execute(self._plans.popleft())
 
+    def check(self) -> None:
+        pass
+
+    def look_ahead(self) -> None:
+        pass
+
     def rebuild(self) -> None:
         raise AssertionError("a shard in this process is never lost")
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hispec_ray.core.plan import Tentative
 
-_NOTE = 4096
+_NOTE = 1024
 """Bytes of the first message: a note that fits into it needs no second."""
 _LENGTH = 8
 

@@ -140,6 +140,12 @@ class Member:
             said = asked, [s.tokens for s in result.sequences]
         return hashlib.blake2b(repr(said).encode(), digest_size=8).digest(), result if self._rank == 0 else None
 
+    @torch.inference_mode()
+    def look_ahead(self) -> None:
+        """Guess on while the stages above look at what was asked; see `Round.look_ahead`."""
+        assert self._shard
+        self._shard.look_ahead()
+
     def sent_bytes(self) -> int:
         """Return how many bytes have gone on to the next stage since the start."""
         return self._line.sent_bytes if self._line else 0

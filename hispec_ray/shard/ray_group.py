@@ -34,7 +34,7 @@ _LOOK_S = 1.0
 """How often to ask whether everybody is alive while a round takes its time."""
 
 
-class _Actor(Member):
+class Actor(Member):
     """A member that answers, on a thread beside, that its process is alive."""
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
@@ -45,8 +45,11 @@ class _Actor(Member):
 class RayExecutor:
     """See `Executor`: a group of actors in the Ray cluster that this process is part of.
 
+    actor: the class of the group's members.
     Raises ValueError where the settings do not fit the model, the machine or the cluster; before any weight is read where they fit nowhere.
     """
+
+    actor: type[Actor] = Actor
 
     def __init__(self, settings: Settings, source: ModelSource) -> None:
         assert settings.parallel
@@ -71,7 +74,7 @@ class RayExecutor:
         each = {"CPU": 1, "GPU": 1} if cuda else {"CPU": threads}
         try:
             self._group, places = reserve([len(stage.pieces) for stage in self._stages], each, _START_S)
-            actor = ray.remote(concurrency_groups={"watch": 1})(_Actor)
+            actor = ray.remote(concurrency_groups={"watch": 1})(self.actor)
             where = [(s, r, place) for s, ranks in enumerate(places) for r, place in enumerate(ranks)]
             self._members = [
                 actor.options(  # type: ignore[attr-defined]
@@ -88,7 +91,8 @@ class RayExecutor:
             address = ray.get(self._members[0].bind.remote(len(self._members)))
             name = uuid.uuid4().hex
             ray.get([m.join.remote(s, r, address, name, by_stage) for m, (s, r, _) in zip(self._members, where, strict=True)])
-            blocks = blocks or min(self._all("room"))
+            room = min(self._all("room"))
+            blocks = blocks or room
             return blocks, self._all("load", blocks)
         except RayError as error:
             self.close()
@@ -136,15 +140,23 @@ class RayExecutor:
             try:
                 return list(ray.get(calls, timeout=_LOOK_S))
             except GetTimeoutError:
-                self._ask_whether_alive()
+                self.check()
             except RayError as error:
                 raise ShardsLostError(f"a shard is lost: {_one_line(error)}") from error
 
-    def _ask_whether_alive(self) -> None:
+    def check(self) -> None:
         try:
             ray.get([member.alive.remote() for member in self._members], timeout=max(1.0, self._patience - _LOOK_S))
         except RayError as error:
             raise ShardsLostError(f"a shard does not answer: {_one_line(error)}") from error
+
+    def look_ahead(self) -> None:
+        for member in self._members[: len(self._stages[0].pieces)] if len(self._stages) > 1 else ():
+            member.look_ahead.remote()  # what goes wrong there shows in the next round
+
+    def sent_bytes(self) -> int:
+        """Return how many bytes have gone from stage to stage since the group was started."""
+        return sum(self._all("sent_bytes"))
 
     def rebuild(self) -> None:
         started = time.monotonic()
@@ -188,4 +200,6 @@ def merged(results: Sequence[StepResult]) -> StepResult:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__
+    """What happened, without the traceback that a member's own error brings along."""
+    cause = getattr(error, "cause", None) or error
+    return f"{type(cause).__name__}: {' '.join(str(cause).split())[:400]}"

@@ -169,6 +169,11 @@ class Shard:
         assert self._round
         return self._round.ask(plan)
 
+    def look_ahead(self) -> None:
+        """Guess on while the stages above look; see `Round.look_ahead`."""
+        if self._round:
+            self._round.look_ahead()
+
     def answer(self, plan: StepPlan, asked: Sequence[Tentative], hidden: torch.Tensor) -> tuple[torch.Tensor, StepResult]:
         """Go on with a round of the stages below; see `Upper.answer`."""
         assert self._upper

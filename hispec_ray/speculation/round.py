@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from hispec_ray.core.plan import DraftStarts, LevelCounts, SequenceResult, StepPlan, StepResult, Tentative, Timings, Verdict
+from hispec_ray.speculation.ahead import Ahead
 from hispec_ray.speculation.choice import Choices, Choose
 from hispec_ray.speculation.drafters import Drafter, Guess
 from hispec_ray.speculation.grammar import Grammars
@@ -92,6 +93,7 @@ class Round:
         self.sources = cast.sources
         self.peak_held_bytes = 0
         self._open: deque[_Open] = deque()
+        self._ahead: Ahead | None = None
 
     def run(self, plan: StepPlan) -> StepResult:
         """Commit at least one token for every sequence that samples, and at most `room + 1`."""
@@ -115,6 +117,14 @@ class Round:
         ]
         return asked, hidden, StepResult([], turn.counts, turn.timings)
 
+    def look_ahead(self) -> None:
+        """Guess on behind the last round that was asked about, while others look at it; see `ahead`. Only where an exit guesses."""
+        if len(self._open) != 1 or self._drafter or not self._cast.bottom:
+            return
+        self._ahead = Ahead.of(self._open[0].turn, self._cast.windows, len(self.sources), self._model)
+        if self._ahead:
+            self._fill(self._ahead.turn, self._cast.top, self._ahead.turn.state.sequences)
+
     def _begin(self, plan: StepPlan) -> Turn:
         if plan.done is None:
             while self._open:
@@ -136,6 +146,9 @@ class Round:
         if self._pace:
             for s in turn.state.sequences:
                 self._set_pace(turn, self._pace, s)
+        if self._ahead:
+            self._ahead.hand_over(turn)
+            self._ahead = None
         self._open.append(_Open(turn, begun))
         return turn
 

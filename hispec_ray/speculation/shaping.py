@@ -24,7 +24,7 @@ _FEW = 256  # candidates that are sorted first: nearly always enough to fill top
 class _Said:
     """What a sequence has said: known tokens, how often each is in the answer, and every id in prompt or answer.
 
-    walk: the grammar's state behind the answer, where there is a grammar.
+    walk: the grammar's state behind the answer, where there is a grammar. good: how many of the tokens that came last it could follow.
     """
 
     def __init__(self, shape: Shape, walk: Walk | None) -> None:
@@ -32,6 +32,7 @@ class _Said:
         self.answer: Counter[int] = Counter()
         self.ids: set[int] = set()
         self.walk = walk
+        self.good = 0
         self._answer_from = shape.answer_from
         self._counts = shape.counts
 
@@ -41,8 +42,8 @@ class _Said:
         if self._counts:
             self.answer.update(answer)
             self.ids.update(tokens)
-        if self.walk and answer:
-            self.walk.read(answer)
+        if self.walk:
+            self.good = len(tokens) - len(answer) + self.walk.read(answer)
 
 
 class Shaper:
@@ -75,10 +76,10 @@ class Shaper:
             raise ValueError("a sequence has a grammar, and there is no tokenizer to read it with")
         return self._grammars.walk(grammar)
 
-    def failed(self, id: int) -> bool:
-        """Whether the sequence's grammar can say nothing any more: see `Walk`."""
+    def failed(self, id: int) -> int | None:
+        """Return how many of the tokens committed last still follow the sequence's grammar, where it failed behind them: see `Walk`."""
         said = self._said.get(id)
-        return said is not None and said.walk is not None and said.walk.failed
+        return said.good if said is not None and said.walk is not None and said.walk.failed else None
 
     def committed(self, id: int, tokens: Sequence[int]) -> None:
         """Take note of what the full depth has written."""
@@ -146,7 +147,8 @@ def kept(scores: torch.Tensor, shape: Shape) -> torch.Tensor:
 def logprobs(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
     """Return the log-probabilities of tokens, one for each row of logits fp32 `[R, V]`, with those of the `count` likeliest."""
     scores = logits.double()
-    scores = scores - scores.logsumexp(dim=1, keepdim=True)
+    # Row by row: over several rows at once torch adds in another order, and the last bits would tell how many there were.
+    scores = scores - torch.stack([row.logsumexp(dim=0) for row in scores])[:, None]
     own = scores[torch.arange(len(tokens)), torch.tensor(tokens, device=scores.device)].tolist()
     values, ids = scores.topk(min(count, scores.shape[1]), dim=1)
     tops = [tuple(zip(row, line, strict=True)) for row, line in zip(ids.tolist(), values.tolist(), strict=True)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -252,7 +251,7 @@ def test_where_only_ends_matter_nothing_comes_before_one(engine: AsyncEngine, ga
     async def ends() -> list[list[TokenDelta]]:
         gate.open(10_000)
         pair = [request("a", max_tokens=4), request("b", 7, 8, max_tokens=19)]
-        return [deltas async for deltas in engine.generate(pair, pause=lambda: math.inf)]
+        return [deltas async for deltas in engine.generate(pair, whole=True)]
 
     yields = run(ends())
     assert len(yields) <= 2

@@ -301,6 +301,15 @@ def test_no_more_tokens_than_the_cap(cap: int, engine: Engine) -> None:
     assert engine.generated == cap + 30
 
 
+def test_a_prompt_is_measured_before_its_ids_are_looked_at(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="maximum context length") as refused:
+        engine.check(request("a", prompt=(300,) * 100_000))
+    assert refused.value.code == "context_length_exceeded"
+    for bad in (-1, 300):
+        with pytest.raises(RequestError, match=f"token id {bad}; ids must be from 0 to 299"):
+            engine.check(request("a", prompt=(5, bad, 6)))
+
+
 def test_no_tokens_at_all_is_an_answer(engine: Engine) -> None:
     engine.add(request("none", max_tokens=0))
     engine.add(request("some", max_tokens=3))
@@ -409,7 +418,7 @@ def test_an_aborted_request_frees_its_blocks_at_once(engine: Engine) -> None:
 
 def stopped(engine: Engine, tokens: Sequence[int], stop: str) -> bool:
     """Whether the stop string is complete after these tokens, fed one by one; unfinished characters count at the answer's end only."""
-    stream = engine._detokenizer.stream((5, 6, 7), (stop,))
+    stream = engine.detokenizer.stream((5, 6, 7), (stop,))
     for token in tokens:
         stream.push(token)
     if len(tokens) == 30:

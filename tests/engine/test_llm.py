@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
 from hispec_ray import LLM, FinishReason, RequestError, SamplingParams, grammar
 from hispec_ray.core.plan import Rows
 from hispec_ray.request import choice_seed
-from hispec_ray.speculation.grammar import Walk
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_step_that_fails_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.M
         raise MemoryError("no room for a pass")
 
     with monkeypatch.context() as patched:
-        patched.setattr(llm.engine.executor, "execute", fail)
+        patched.setattr(llm.engine.shard, "execute", fail)
         with pytest.raises(MemoryError):
             llm.generate([[5], [6], [7], [8], [9], [10], [11]], params())
     assert_clean(llm)
@@ -109,6 +109,16 @@ def test_leaving_a_stream_frees_its_blocks(llm: LLM) -> None:
     assert_clean(llm)
     with pytest.raises(RequestError, match="a stream has one choice"):
         next(llm.stream("the hat", params(n=2)))
+
+
+def test_half_a_surrogate_pair_is_refused_by_name(llm: LLM) -> None:
+    llm.engine.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(RequestError, match="half of a surrogate pair") as refused:
+        llm.generate("a\ud83d", params())
+    assert refused.value.field == "prompt"
+    with pytest.raises(RequestError, match="half of a surrogate pair") as refused:
+        llm.encode_chat([{"role": "user", "content": "\ud83d"}])
+    assert refused.value.field == "messages"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +178,7 @@ def test_a_step_that_fails_leaves_other_streams_going(llm: LLM, monkeypatch: pyt
         raise OSError("a passing fault")
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.executor, "execute", fail)
+        patch.setattr(llm.engine.shard, "execute", fail)
         with pytest.raises(OSError, match="passing"):
             llm.generate("a dog", params())
     for delta in stream:
@@ -357,20 +367,33 @@ def test_a_grammar_that_cannot_be_followed_is_refused_by_name(llm: LLM) -> None:
     assert_clean(llm)
 
 
-def test_a_grammar_beyond_its_limits_ends_its_own_answer_only(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    allowed = Walk.allowed
+def bounded(fuel: int) -> LLParserLimits:
+    return LLParserLimits(initial_lexer_fuel=2_000_000, step_lexer_fuel=fuel, max_lexer_states=50_000, verbose_errors=False)
 
-    def at_a_limit(self: Walk, guesses: Sequence[int]) -> Any:
-        self.failed = self.failed or len(guesses) > 2
-        return allowed(self, guesses)
 
-    monkeypatch.setattr(Walk, "allowed", at_a_limit)
-    beyond = params(ignore_eos=False, grammar=grammar.regex("a{50}"))
-    alone = llm.generate("a dog", params())[0].choices[0].token_ids
-    other, ended = (one.choices[0] for one in llm.generate(["a dog", "the cat"], [params(), beyond]))
+def test_a_grammar_beyond_its_limits_ends_its_own_answer_where_plain_decoding_ends_it(
+    tiny_llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each letter doubles what may come, of guesses too; the guesses that are rejected must not bring the end nearer."""
+    growing = grammar.regex("(.*[a-f].{12}|.*[g-r].{13}|.*[s-z].{14})*")
+    monkeypatch.setattr("hispec_ray.speculation.grammar._LIMITS", bounded(600))
+    monkeypatch.setattr("hispec_ray.speculation.grammar._SCOUTS_LIMITS", bounded(2400))
+    plain, guessing = tiny_llm("float32", "plain"), tiny_llm("float32", "hispec", 5, 7, 3, 5)
+    asked = [params(seed=seed, temperature=0.9, max_tokens=30, ignore_eos=False, grammar=growing) for seed in range(8)]
+    alone = guessing.generate("a dog", params())[0].choices[0].token_ids
+    expected = [plain.generate("the cat", one)[0].choices[0] for one in asked]
+    other, *found = (one.choices[0] for one in guessing.generate(["a dog", *["the cat"] * 8], [params(), *asked]))
     assert other.token_ids == alone
-    assert ended.finish_reason is FinishReason.ERROR
-    assert_clean(llm)
+    ends = [(one.text, one.token_ids, one.finish_reason) for one in expected]
+    assert [(one.text, one.token_ids, one.finish_reason) for one in found] == ends
+    assert {reason for _, _, reason in ends} == {FinishReason.ERROR, FinishReason.LENGTH}
+    assert any(set(one.levels) != {"full"} for one in found)
+    for text, one in [(text, one) for (text, _, reason), one in zip(ends, asked, strict=True) if reason is FinishReason.ERROR]:
+        stopping = replace(one, stop=(text[-2:],))
+        choices = [llm.generate("the cat", stopping)[0].choices[0] for llm in (plain, guessing)]
+        assert [choice.finish_reason for choice in choices] == [FinishReason.STOP] * 2
+        assert choices[0].token_ids == choices[1].token_ids
+    assert_clean(guessing)
 
 
 def test_a_request_may_be_decoded_plainly(llm: LLM) -> None:

@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as RawTokenizer
+from transformers import PreTrainedTokenizerFast
 
-from hispec_ray.engine.tools import HERMES, LLAMA, CallReader, Tool, ToolFormat, ToolUse, for_template, format_of, grammar_for
+from hispec_ray.engine.detokenizer import Detokenizer
+from hispec_ray.engine.tools import HERMES, LLAMA, TAGS, CallReader, Tool, ToolFormat, ToolUse, for_template, format_of, grammar_for
 from hispec_ray.model.weights import ModelSource
 from hispec_ray.request import RequestError
 
@@ -95,11 +100,11 @@ def read(written: ToolFormat, text: str, size: int) -> tuple[str, list[tuple[str
         shown += more
         for part in parts:
             if part.id is not None:
-                assert part.index == len(calls)
+                assert part.number == len(calls)
                 calls.append((part.name or "", ""))
                 ids.add(part.id)
-            name, arguments = calls[part.index]
-            calls[part.index] = (name, arguments + part.arguments)
+            name, arguments = calls[part.number]
+            calls[part.number] = (name, arguments + part.arguments)
     assert len(ids) == len(calls) == reader.calls
     return shown + reader.finish(), calls
 
@@ -132,10 +137,71 @@ def test_a_call_that_is_cut_leaves_what_there_was(written: ToolFormat, cut: int)
     assert not calls or whole.startswith(text) or text.startswith(whole)
 
 
-def test_a_special_token_begins_a_call_where_the_model_has_one() -> None:
-    free, forced = (grammar_for(ToolUse((ADD,), required), HERMES, lambda text: text == "<tool_call>") for required in (False, True))
-    assert "TEXT <tool_call> body" in free.replace("(body_0)", "body")
-    assert '"<tool_call>"' not in free + forced
+def qwen(special: bool) -> PreTrainedTokenizerFast:
+    """A tokenizer with tokens of its own for calls and thoughts, as Qwen's; special: whether it calls those of calls special."""
+    raw = RawTokenizer(models.BPE())
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    raw.train_from_iterator(["hello world"], trainer)
+    raw.add_special_tokens([AddedToken("<|im_end|>", special=True)])
+    calls = [AddedToken(tag, special=special, normalized=False) for tag in sorted(TAGS)]
+    (raw.add_special_tokens if special else raw.add_tokens)(calls)
+    raw.add_tokens([AddedToken(tag, normalized=False) for tag in ("<think>", "</think>")])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>")
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_tokens_of_their_own_begin_and_end_calls_and_come_back_as_calls(special: bool) -> None:
+    tokenizer = qwen(special)
+    spelled, detokenizer = from_tokenizer(tokenizer, n_vocab=len(tokenizer)), Detokenizer(tokenizer)
+
+    def named(text: str) -> bool:
+        return text in tokenizer.get_vocab() and bool(spelled.is_special_token(tokenizer.convert_tokens_to_ids(text)))
+
+    def follows(text: str, use: ToolUse) -> bool:
+        matcher = LLMatcher(spelled, grammar_for(use, HERMES, named, ["<think>", "</think>"]))
+        assert not matcher.is_error(), matcher.get_error()
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    assert all(named(tag) for tag in TAGS)
+    thought, free, forced = "<think>\nSo?\n</think>\n", ToolUse((ADD,)), ToolUse((ADD,), required=True)
+    for text, allowed in (
+        (ADDING, (True, True)),
+        (f"{ADDING}\n{ADDING}", (True, True)),
+        (f"{thought}Let me see. {ADDING}", (True, False)),
+        (f"{thought}It is 1.", (True, False)),
+        ("It is 1.", (True, False)),
+        ("<tool_call>It is 1.", (False, False)),
+        (ADDING.replace("1", "true"), (False, False)),
+    ):
+        assert (follows(text, free), follows(text, forced)) == allowed, text
+    said = f"{thought}Let me see. {ADDING}<|im_end|>"
+    stream = detokenizer.stream([5])
+    pieces = [stream.push(id) for id in tokenizer.encode(said, add_special_tokens=False)]
+    assert read(HERMES, "".join(pieces) + stream.finish(), 1000) == (f"{thought}Let me see. ", [("add", '{"a": 1}')])
+
+
+def test_parameters_of_another_type_than_an_object_are_refused() -> None:
+    for kind in ("string", "array", ["object", "null"], None):
+        with pytest.raises(RequestError, match=r"'add' are of type .*; the type must be 'object'") as refused:
+            Tool("add", {"type": kind}, {})
+        assert refused.value.field == "tools.function.parameters"
+
+
+def test_parameters_that_no_object_has_make_no_grammar(default_source: ModelSource) -> None:
+    for schema in ({"const": 5}, {"enum": ["a"]}, {"$ref": "#/$defs/a", "$defs": {"a": {"type": "string"}}}):
+        grammar = grammar_for(ToolUse((Tool("add", schema, {}),), required=True), HERMES, lambda text: False)
+        assert "incompatible types" in LLMatcher(default_source.byte_tokenizer(), grammar).get_error()
+
+
+@pytest.mark.parametrize(
+    ("cut", "complete"), [(12, False), (48, False), (49, True), (63, True), (80, True), (90, False), (112, False), (113, True)]
+)
+def test_the_reader_knows_whether_the_last_call_has_all_its_arguments(cut: int, complete: bool) -> None:
+    reader = CallReader(HERMES)
+    reader.feed(f"{ADDING}\n{ADDING}"[:cut])
+    assert reader.complete == complete
 
 
 @pytest.mark.parametrize(
@@ -170,7 +236,9 @@ def test_a_templates_arguments_are_objects() -> None:
     found = for_template(said)
     assert found[0] == said[0]
     assert found[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
-    said[1]["tool_calls"][0]["function"]["arguments"] = "1"
-    with pytest.raises(RequestError, match="must be a JSON object") as refused:
-        for_template(said)
-    assert refused.value.field == "messages.1"
+    for bad in ("1", "{", '{"a":' * 100_000, {"a": 1}):
+        said[1]["tool_calls"][0]["function"]["arguments"] = bad
+        with pytest.raises(RequestError, match="must be a JSON object") as refused:
+            for_template(said)
+        assert refused.value.field == "messages.1"
+        assert len(str(refused.value)) < 300

@@ -88,8 +88,21 @@ def plain_torch(source: ModelSource, dtype: torch.dtype = torch.float32, threads
     return TorchDecoder(source.architecture, source.weights(dtype), choose=choose_torch, heads=heads, **shape)
 
 
+def graphed(source: ModelSource, dtype: torch.dtype = torch.float32, threads: int = 1, heads: Heads | None = None) -> TorchDecoder:
+    """The torch decoder on graphs that are played step by step: with their padding and their tensors that stay where they are."""
+
+    def play(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
+        result = work().clone()
+        return lambda: result.copy_(work()), result
+
+    torch.set_num_threads(threads)
+    positions = min(1024, source.architecture.attention_limit)
+    shape = {"positions": positions, "blocks": BLOCKS, "block_size": SIZE, "device": torch.device("cpu"), "capture": play}
+    return TorchDecoder(source.architecture, source.weights(dtype), choose=choose_torch, heads=heads, **shape)
+
+
 Build = Callable[..., Decoder]
-DECODERS = pytest.mark.parametrize("build", [native, plain_torch])
+DECODERS = pytest.mark.parametrize("build", [native, plain_torch, graphed])
 
 
 @pytest.fixture(autouse=True)

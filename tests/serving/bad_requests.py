@@ -314,7 +314,7 @@ _PATHS = [
     "/", "/v1", "/v1/", "/v1/completions/", "//v1/completions", "/v1//completions", "/V1/completions", "/v1/completions%00", "/v1/chat",
     "/v1/embeddings", "/v1/models/", "/v1/models/x", "/v1/models/%00%ff", "/v1/models/" + "x" * 5000, "/v1/../etc/passwd", "/%2e%2e/x",
     "/%ff", "/[", "//[", "/-/x", "/docs", "/v1/nothing?" + "a=b&" * 999, "/v1/completions?stream=true", "/v1/" + "x" * 5000,
-    "http://localhost/v1/nothing", "/v1/nothing#x", "/x;y=z",
+    "http://localhost/v1/nothing", "/v1/nothing#x", "/x;y=z", "/v1/nothing?a=%ff",
 ]  # fmt: skip
 _METHODS = ["GET", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "PROPFIND", "POST"]
 
@@ -336,19 +336,23 @@ def odd_envelopes(draw: st.DrawFn) -> Request:
 
 _TOO_LARGE = [b" " * (MOST_BYTES + 1), b'{"prompt": "' + b"a" * MOST_BYTES + b'"}', _PLAIN_BODY + b" " * 2 * MOST_BYTES]
 _NEARLY = [
-    Request(path, f'{{"model": "{MODEL}", "{name}": [{first}{more * ((MOST_BYTES - 200) // len(more))}]}}'.encode())
-    for path, name, first, more in (
-        ("/v1/completions", "prompt", "1", ',"a"'),
-        ("/v1/completions", "stop", '"a"', ",5"),
-        ("/v1/chat/completions", "messages", "5", ",{}"),
-        ("/detokenize", "tokens", '"a"', ",1"),
+    Request(path, f'{{"model": "{MODEL}", {fields} "{name}": [{first}{more * ((MOST_BYTES - 200) // len(more))}]}}'.encode())
+    for path, fields, name, first, more in (
+        ("/v1/completions", "", "prompt", "1", ',"a"'),
+        ("/v1/completions", '"max_tokens": 1, "n": 128, "echo": true,', "prompt", "1", ",1"),
+        ("/v1/completions", '"max_tokens": 1, "logprobs": 1, "echo": true,', "prompt", "[1]", ",[1]"),
+        ("/v1/completions", "", "stop", '"a"', ",5"),
+        ("/v1/chat/completions", "", "messages", "5", ",{}"),
+        ("/v1/chat/completions", "", "messages", '{"role": "user", "content": "a"}', ',{"role": "user", "content": "a"}'),
+        ("/detokenize", "", "tokens", '"a"', ",1"),
+        ("/detokenize", "", "tokens", "1", ",1"),
     )
 ]
 
 
 @st.composite
 def large_bodies(draw: st.DrawFn) -> Request:
-    """A body over the limit, or one just below it with a million things wrong."""
+    """A body over the limit, or one just below it: a million things in it, wrong or only too many."""
     too_large = st.builds(Request, st.sampled_from(sorted({path for path, _ in VALID})), _one_of(_TOO_LARGE))
     return replace(draw(too_large | _one_of(_NEARLY)), chunked=draw(st.booleans()))
 
@@ -357,7 +361,8 @@ _HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 not_http = _one_of(
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"FOO / HTTP/1.1\r\n\r\n",
-        b"get / HTTP/1.1\r\n\r\n", b"GET nothing HTTP/1.1\r\n\r\n", b"GET /\xff HTTP/1.1\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n",
+        b"get / HTTP/1.1\r\n\r\n", b"GET nothing HTTP/1.1\r\n\r\n", b"GET /\xff HTTP/1.1\r\n\r\n",
+        b"GET /v1/nothing?a=\xff HTTP/1.1\r\nHost: x\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n",
         b"GET  HTTP/1.1\r\n\r\n",
         _HEAD + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd", _HEAD + b"Content-Length: -1\r\n\r\n",
         _HEAD + b"Content-Length: x\r\n\r\n",

@@ -24,6 +24,8 @@ class FakeTokenizer:
     def __init__(self, chat_template: str | None = "plain") -> None:
         self.chat_template = chat_template
         self.chats: list[Any] = []
+        self.decoded = 0
+        self.added_tokens_decoder: dict[int, Any] = {}
 
     def get_vocab(self) -> dict[str, int]:
         return {chr(id): id for id in range(VOCABULARY)}
@@ -35,6 +37,7 @@ class FakeTokenizer:
         return [ord(character) % VOCABULARY for character in text]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        self.decoded += 1
         return "".join(map(chr, ids))
 
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
@@ -81,15 +84,33 @@ class FakeEngine:
         self.aborted: set[str] = set()
         self.closed = False
         self.pauses: list[float] = []
+        self.wholes: list[bool] = []
         self.grammars: list[str] = []
 
     def byte_tokenizer(self) -> FakeTokenizer:
         return self.tokenizer
 
+    def silent(self, token_id: int) -> bool:
+        return self.tokenizer.is_special_token(token_id)
+
     def check_grammar(self, grammar: str) -> None:
         self.grammars.append(grammar)
         if "nonsense" in grammar:
             raise RequestError("the grammar cannot be followed: Invalid type: nonsense", "grammar")
+
+    def written(self, request: GenerationRequest) -> TokenDelta:
+        pieces, count = [], 0
+        for piece in self.script(request):
+            if count == len(request.written):
+                break
+            pieces.append(piece)
+            count += len(piece)
+        delta = TokenDelta(request.id, "".join(pieces), list(request.written), ["full"] * len(request.written))
+        if request.params.logprobs is not None:
+            delta.logprobs = [TokenLogprob(0.0, ())] * len(request.written)
+        if request.params.prompt_logprobs is not None:
+            delta.prompt_logprobs = [TokenLogprob(0.0, ())] * (len(request.prompt_ids) - 1)
+        return delta
 
     def check(self, request: GenerationRequest) -> None:
         if not request.prompt_ids:
@@ -103,8 +124,10 @@ class FakeEngine:
         if self.full:
             raise QueueFullError("256 requests wait already")
 
-    async def generate(self, requests: Sequence[GenerationRequest], pause: Callable[[], float]) -> AsyncIterator[list[TokenDelta]]:
-        self.pauses.append(pause())
+    async def generate(
+        self, requests: Sequence[GenerationRequest], pause: Callable[[], float], whole: bool
+    ) -> AsyncIterator[list[TokenDelta]]:
+        self.wholes.append(whole)
         self.check_health()
         for request in requests:
             self.check(request)
@@ -124,6 +147,7 @@ class FakeEngine:
                 self.running &= left.keys()
                 step += 1
                 yield deltas
+                self.pauses.append(pause())
         finally:
             self.aborted |= left.keys()
             self.running -= left.keys()
@@ -137,7 +161,10 @@ class FakeEngine:
             if request.params.logprobs is not None:
                 delta.logprobs = [score(id, request.params.logprobs) for id in delta.token_ids]
         deltas[-1].finish_reason = FinishReason.STOP
-        if request.params.prompt_logprobs is not None:
+        skipped = 0
+        while skipped < len(request.written):
+            skipped += len(deltas.pop(0).token_ids)
+        if request.params.prompt_logprobs is not None and not request.written:
             told = [score(id, request.params.prompt_logprobs) for id in request.prompt_ids[1:]]
             deltas = [TokenDelta(request.id, prompt_logprobs=told[:2]), TokenDelta(request.id, prompt_logprobs=told[2:]), *deltas]
         return deltas

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
 
-ROOT = Path(__file__).parents[2]
 MODEL = "smollm2-135m-instruct"
 COUNTING = "1, 2, 3, 4, 5,"
 QUESTION = [{"role": "user", "content": "What is 2+2? Answer with one number."}]
-
-
-def is_well(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=10).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def wait_for(reached: Any, most_s: float, why: Any) -> None:

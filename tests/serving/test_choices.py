@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from fake_engine import FakeTokenizer, score
 
-from hispec_ray.engine.tools import HERMES, ToolUse
+from hispec_ray.engine.tools import HERMES, CallPart, ToolUse
 from hispec_ray.request import FinishReason, TokenDelta
-from hispec_ray.serving.answers import CallPart, ChatAnswer, CompletionAnswer, Delta, Entry, Spelled, joined
+from hispec_ray.serving.answers import ChatAnswer, CompletionAnswer
 from hispec_ray.serving.choices import ChoiceWriter, Speller
+from hispec_ray.serving.wire import Delta, Entry, Spelled, joined
 
 EMOJI = "🎉"
 
@@ -33,7 +34,7 @@ def delta(text: str, ids: list[int] | None = None, reason: FinishReason | None =
 
 
 def writer(**fields: Any) -> ChoiceWriter:
-    return ChoiceWriter(0, speller=Speller(Halves()), **fields)
+    return ChoiceWriter(0, speller=Speller(Halves(), Halves().is_special_token), **fields)
 
 
 def texts(entries: tuple[Entry, ...]) -> list[tuple[str, int]]:
@@ -93,6 +94,21 @@ def test_an_echoed_prompt_comes_first_with_entries_of_its_own() -> None:
     assert (found.text, found.tokens, len(found.entries)) == ("abc", 0, 3)
 
 
+def test_a_special_token_of_the_prompt_counts_where_its_name_stands_in_the_text() -> None:
+    prompt = [0, *tokens_of("ab")]
+    told = TokenDelta("a", prompt_logprobs=[score(id, 1) for id in prompt[1:]])
+    for text, offsets in (("<end>ab", [0, 5, 6]), ("ab", [0, 0, 1])):
+        (found,) = taken(writer(prompt=prompt, prompt_text=text), told, delta("c", reason=FinishReason.LENGTH))
+        assert [entry.offset for entry in found.entries] == [*offsets, len(text)]
+
+
+def test_an_added_token_that_the_answer_shows_has_its_bytes() -> None:
+    """As <think> has, which llguidance takes for special and the detokenizer does not."""
+    choice = ChoiceWriter(0, speller=Speller(Halves(), lambda id: False))
+    (found,) = taken(choice, delta("<end>a", [0, ord("a")], FinishReason.LENGTH))
+    assert [(entry.token.bytes, entry.offset) for entry in found.entries] == [(b"<end>", 0), (b"a", 5)]
+
+
 def test_an_answers_offsets_begin_behind_the_prompt_whatever_its_tokens_spell() -> None:
     choice = writer(prompt=[0, ord(" "), ord("a")], prompt_text="a")  # as of a tokenizer that puts a space before the first word
     told = TokenDelta("a", prompt_logprobs=[score(id, 1) for id in (ord(" "), ord("a"))])
@@ -124,6 +140,14 @@ def test_a_call_that_the_limit_cut_is_no_reason_of_its_own() -> None:
     held = ChoiceWriter(0, calls=(HERMES, ToolUse(())))
     (found,) = taken(held, TokenDelta("a", "a <tool", [1], ["full"], FinishReason.STOP))
     assert (found.text, found.reason) == ("a <tool", "stop")
+
+
+@pytest.mark.parametrize(("cut", "reason"), [('{"a"', "stop"), ('{"a": 1}', "tool_calls")])
+def test_a_call_that_a_stop_string_cut_is_no_reason_of_its_own(cut: str, reason: str) -> None:
+    choice = ChoiceWriter(0, calls=(HERMES, ToolUse(())))
+    end = TokenDelta("a", f'<tool_call>\n{{"name": "f", "arguments": {cut}', [1], ["full"], FinishReason.STOP, stopped_by="x")
+    (found,) = taken(choice, end)
+    assert (found.reason, found.calls[0].arguments) == (reason, cut)
 
 
 def test_what_gathers_of_a_call_is_one_part() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import pickle
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
@@ -15,10 +14,10 @@ from fake_engine import CONTEXT, FakeEngine
 
 from hispec_ray.config import Settings
 from hispec_ray.request import MAX_SEED, EngineDeadError, GenerationRequest, SamplingParams, TokenDelta, choice_seed
-from hispec_ray.serving.answers import NOT_READY, Delta, Failure, Item, Started
 from hispec_ray.serving.coordinator import Coordinator
-from hispec_ray.serving.jobs import Job
+from hispec_ray.serving.failures import NOT_READY
 from hispec_ray.serving.rhythm import Rhythm
+from hispec_ray.serving.wire import Delta, Failure, Item, Job, Started
 
 
 def coordinator(engine: FakeEngine) -> Coordinator:
@@ -171,13 +170,16 @@ def test_a_stream_gathers_tokens_between_events_and_a_whole_answer_until_its_end
     streaming, whole = FakeEngine(), FakeEngine()
     items(streaming, job("a"))
     items(whole, replace(job("a"), stream=False))
-    assert (streaming.pauses, whole.pauses) == ([Settings().server.stream_interval_ms / 1000], [math.inf])
+    assert (streaming.wholes, whole.wholes) == ([False], [True])
+    assert streaming.pauses == [Settings().server.stream_interval_ms / 1000] * 3
 
 
 def test_what_gathered_for_a_choice_is_one_delta() -> None:
     class Gathering(FakeEngine):
-        async def generate(self, requests: Sequence[GenerationRequest], pause: Callable[[], float]) -> AsyncIterator[list[TokenDelta]]:
-            gathered = [delta async for deltas in super().generate(requests, pause) for delta in deltas]
+        async def generate(
+            self, requests: Sequence[GenerationRequest], pause: Callable[[], float], whole: bool
+        ) -> AsyncIterator[list[TokenDelta]]:
+            gathered = [delta async for deltas in super().generate(requests, pause, whole) for delta in deltas]
             yield gathered
 
     assert items(Gathering(), job("a", n=2))[1:] == [[Delta(0, "Hello, world", 12, "stop"), Delta(1, "Hello, world", 12, "stop")]]
@@ -217,5 +219,61 @@ def test_many_streams_share_the_events_of_a_second() -> None:
         for _ in range(11):
             streams.enter_context(rhythm.stream())
         assert rhythm.pause() == 0.16
-        assert Rhythm(0, events_per_s=100).pause() == 0.0
     assert rhythm.pause() == 0.05
+    unbound = Rhythm(0, events_per_s=100)
+    assert unbound.pause() == 0
+    with unbound.stream():
+        assert unbound.pause() == 0.01, "the bound holds whatever the interval"
+
+
+def test_streams_that_wait_for_their_turn_do_not_slow_those_that_run() -> None:
+    class Queueing(FakeEngine):
+        """A prompt that begins with w waits for the turn."""
+
+        turn = asyncio.Event()
+
+        async def generate(
+            self, requests: Sequence[GenerationRequest], pause: Callable[[], float], whole: bool
+        ) -> AsyncIterator[list[TokenDelta]]:
+            if requests[0].prompt_ids[0] == ord("w"):
+                await self.turn.wait()
+            async for deltas in super().generate(requests, pause, whole):
+                yield deltas
+
+    engine = Queueing()
+    settings = Settings.model_validate({"server": {"stream_interval_ms": 0, "stream_events_per_s": 100}})
+    serving = Coordinator(settings, load=lambda settings: engine)
+
+    async def ask(id: int, prompt: str) -> int:
+        return len([item async for item in serving.generate(replace(job(prompt), id=str(id)))])
+
+    async def together() -> None:
+        waiting = [asyncio.create_task(ask(id, "wait")) for id in range(20)]
+        assert await ask(20, "run") == 4
+        assert engine.pauses == [0.01] * 3
+        engine.turn.set()
+        assert await asyncio.gather(*waiting) == [4] * 20
+        assert max(engine.pauses) > 0.1, "those that run share the events of a second"
+
+    asyncio.run(together())
+
+
+def test_a_prompt_of_ids_is_measured_before_anything_is_done_with_it() -> None:
+    engine = FakeEngine()
+    asked = replace(job([1] * 2_000_000, n=128), echo=True)
+    (failure,) = items(engine, asked)
+    assert isinstance(failure, Failure)
+    assert (failure.status, failure.param, failure.code) == (400, "prompt", "context_length_exceeded")
+    assert f"maximum context length is {CONTEXT} tokens, but prompt has 2000000" in failure.message
+    assert (engine.requests, engine.tokenizer.decoded) == ([], 0)
+    refused = asyncio.run(coordinator(engine).detokenize([1] * 2_000_000))
+    assert isinstance(refused, Failure)
+    assert (refused.status, refused.param, refused.code) == (400, "tokens", "context_length_exceeded")
+    assert engine.tokenizer.decoded == 0
+
+
+def test_the_choices_of_a_prompt_share_its_tokens_and_its_text() -> None:
+    engine = FakeEngine()
+    items(engine, replace(job([7, 8], [9], n=50), echo=True))
+    assert len({id(request.prompt_ids) for request in engine.requests}) == 2
+    assert engine.tokenizer.decoded == 2

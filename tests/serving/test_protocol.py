@@ -6,25 +6,19 @@ import json
 from typing import Any
 
 import pytest
+from bodies import CHAT, COMPLETION, NAMED, NAN, TOOL, chat, completion
 from pydantic import ValidationError
 
-from hispec_ray.engine.tools import Tool, ToolUse
-from hispec_ray.grammar import json_object, json_schema
-from hispec_ray.serving.answers import RequestFailed
 from hispec_ray.serving.bodies import ChatBody, CompletionBody, DetokenizeBody, ModelBody, TokenizeBody
-from hispec_ray.serving.jobs import TokenizeJob
+from hispec_ray.serving.failures import RequestFailed
 from hispec_ray.serving.protocol import (
-    Call,
     read_chat,
     read_completion,
     read_detokenize,
     read_tokenize,
 )
+from hispec_ray.serving.wire import TokenizeJob
 
-COMPLETION: dict[str, Any] = {"model": "M", "prompt": "Hi"}
-CHAT: dict[str, Any] = {"model": "M", "messages": [{"role": "user", "content": "Hi"}]}
-
-NAN = float("nan")
 BAD_IN_BOTH: list[tuple[str, Any]] = [
     ("temperature", -1), ("temperature", 3), ("temperature", "hot"), ("temperature", NAN), ("temperature", True), ("temperature", []),
     ("top_p", -0.1), ("top_p", 1.5), ("top_p", True), ("top_p", NAN),
@@ -40,8 +34,6 @@ BAD_IN_BOTH: list[tuple[str, Any]] = [
     ("top_k", -2), ("top_k", 1.5), ("min_tokens", -1), ("no_such_field", 1), ("~one", 1),
     ("hispec", 5),
 ]  # fmt: skip
-TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-NAMED = {"type": "function", "function": {"name": "f"}}
 BAD_IN_COMPLETION: list[tuple[str, Any]] = [
     ("prompt", [-1.5]), ("prompt", [1.5]), ("prompt", 5), ("prompt", None), ("prompt", []), ("prompt", [[]]), ("prompt", ["a", 5]),
     ("prompt", [5, "a"]), ("prompt", [[5], "a"]), ("prompt", [[5], [True]]), ("prompt", [None]), ("prompt", {"a": 1}),
@@ -56,39 +48,6 @@ BAD_IN_CHAT: list[tuple[str, Any]] = [
     ("echo", True),
     ("functions", [{}]), ("function_call", "auto"), ("modalities", ["audio"]), ("store", True), ("metadata", {"a": "b"}), ("prompt", "x"),
 ]  # fmt: skip
-CALLED: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-BAD_MESSAGES: list[tuple[str, Any]] = [
-    ("messages.0", 5),
-    ("messages.0.role", {"content": "Hi"}),
-    ("messages.0.role", {"role": "wizard", "content": "Hi"}),
-    ("messages.0.tool_call_id", {"role": "tool", "content": "Hi", "tool_call_id": None}),
-    ("messages.0.tool_call_id", {"role": "user", "content": "Hi", "tool_call_id": "a"}),
-    ("messages.0.tool_calls", {"role": "user", "content": "Hi", "tool_calls": [CALLED]}),
-    ("messages.0.tool_calls.0.type", {"role": "assistant", "tool_calls": [CALLED | {"type": "custom"}]}),
-    ("messages.0.tool_calls.0.function", {"role": "assistant", "tool_calls": [{"id": "a", "type": "function"}]}),
-    ("messages.0.tool_calls.0.function.arguments", {"role": "assistant", "tool_calls": [CALLED | {"function": {"name": "f"}}]}),
-    ("messages.0.content", {"role": "user"}),
-    ("messages.0.content", {"role": "user", "content": None}),
-    ("messages.0.content", {"role": "assistant", "content": None, "tool_calls": []}),
-    ("messages.0.content", {"role": "user", "content": 5}),
-    ("messages.0.content", {"role": "user", "content": []}),
-    ("messages.0.content", {"role": "user", "content": "\ud83d"}),
-    ("messages.0.content.1.type", {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}),
-    ("messages.0.content.0.text", {"role": "user", "content": [{"type": "text", "text": 5}]}),
-    ("messages.0.content.0.text", {"role": "user", "content": [{"type": "text"}]}),
-    ("messages.0.content.0.cache", {"role": "user", "content": [{"type": "text", "text": "a", "cache": 1}]}),
-    ("messages.0.tool_calls.0.id", {"role": "assistant", "content": "a", "tool_calls": [{}]}),
-    ("messages.0.name", {"role": "user", "content": "a", "name": "Bob"}),
-    ("messages.0.mood", {"role": "user", "content": "a", "mood": "bright"}),
-]
-
-
-def completion(**fields: Any) -> Call:
-    return read_completion(json.dumps(COMPLETION | fields).encode(), "M")
-
-
-def chat(**fields: Any) -> Call:
-    return read_chat(json.dumps(CHAT | fields).encode(), "M")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -106,13 +65,6 @@ def test_a_bad_value_of_a_chat_is_refused_by_name(name: str, value: Any, stream:
     with pytest.raises(RequestFailed) as refused:
         chat(**{"stream": stream, name: value})
     assert (refused.value.failure.status, refused.value.failure.param) == (400, name)
-
-
-@pytest.mark.parametrize(("param", "message"), BAD_MESSAGES)
-def test_a_bad_message_is_refused_by_its_place(param: str, message: Any) -> None:
-    with pytest.raises(RequestFailed) as refused:
-        chat(messages=[message])
-    assert (refused.value.failure.status, refused.value.failure.param) == (400, param)
 
 
 def test_a_message_names_the_value_and_what_is_valid() -> None:
@@ -239,78 +191,6 @@ def test_a_prompt_comes_in_four_forms(prompt: Any, prompts: Any) -> None:
     assert completion(prompt=prompt).job.prompts == prompts
 
 
-def test_chat_content_comes_as_text_or_parts() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    call = chat(messages=[{"role": "developer", "content": "Be brief"}, {"role": "user", "content": parts}])
-    assert call.job.messages == [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "a\nb"}]
-
-
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-
-
-@pytest.mark.parametrize(
-    ("param", "value"),
-    [
-        ("response_format.type", {"type": "xml"}),
-        ("response_format.json_schema", {"type": "json_schema"}),
-        ("response_format.json_schema", {"type": "json_object", "json_schema": {"name": "a", "schema": SCHEMA}}),
-        ("response_format.json_schema.name", {"type": "json_schema", "json_schema": {"schema": SCHEMA}}),
-        ("response_format.json_schema.name", {"type": "json_schema", "json_schema": {"name": "a b", "schema": SCHEMA}}),
-        ("response_format.json_schema.schema", {"type": "json_schema", "json_schema": {"name": "a"}}),
-        ("response_format.json_schema.schema", {"type": "json_schema", "json_schema": {"name": "a", "schema": []}}),
-    ],
-)
-def test_a_bad_response_format_is_refused_by_its_place(param: str, value: Any) -> None:
-    with pytest.raises(RequestFailed) as refused:
-        chat(response_format=value)
-    assert (refused.value.failure.status, refused.value.failure.param) == (400, param)
-
-
-def nested(depth: int) -> Any:
-    value: Any = 1
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
-@pytest.mark.parametrize(
-    ("value", "rule"),
-    [
-        (NAN, "finite"), (-float("inf"), "finite"), ("\ud83d", "surrogate"), ({"\ud83d": 1}, "surrogate"), (nested(101), "100 levels"),
-        (nested(500), "100 levels"),
-    ],
-)  # fmt: skip
-def test_json_that_goes_on_to_others_is_refused_where_they_could_not_read_it(value: Any, rule: str) -> None:
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"const": value}}}]
-    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": value}}}
-    called = {"role": "assistant", "tool_calls": [CALLED | {"function": {"name": "f", "arguments": json.dumps({"a": value})}}]}
-    for fields, param in (
-        ({"tools": tools}, "tools.function.parameters"),
-        ({"tools": tools, "tool_choice": "none"}, "tools.function.parameters"),
-        ({"response_format": wanted}, "response_format.json_schema.schema"),
-        ({"messages": [called]}, "messages.0.tool_calls.0.function.arguments"),
-    ):
-        with pytest.raises(RequestFailed, match=rule) as refused:
-            chat(**fields)
-        assert (refused.value.failure.status, refused.value.failure.param) == (400, param)
-
-
-def test_arguments_of_any_depth_are_refused_and_those_that_are_no_json_left_to_the_template() -> None:
-    deep = '{"a":' * 5000 + "1" + "}" * 5000
-    with pytest.raises(RequestFailed, match="100 levels"):
-        chat(messages=[{"role": "assistant", "tool_calls": [CALLED | {"function": {"name": "f", "arguments": deep}}]}])
-    for text in ("", "{", "5", '{"a": ' + "9" * 5000 + "}"):
-        call = chat(messages=[{"role": "assistant", "tool_calls": [CALLED | {"function": {"name": "f", "arguments": text}}]}])
-        assert call.job.messages[0]["tool_calls"][0]["function"]["arguments"] == text
-
-
-def test_a_schema_with_a_number_that_nobody_can_read_is_refused() -> None:
-    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": 10**400}}}
-    with pytest.raises(RequestFailed, match="cannot be followed") as refused:
-        chat(response_format=wanted)
-    assert (refused.value.failure.status, refused.value.failure.param) == (400, "response_format.json_schema.schema")
-
-
 @pytest.mark.parametrize(
     ("body", "fields"),
     [
@@ -327,41 +207,6 @@ def test_of_a_list_only_the_first_bad_item_is_looked_at(body: type[ModelBody], f
     with pytest.raises(ValidationError) as invalid:
         body.model_validate(fields)
     assert invalid.value.error_count() == 1
-
-
-def test_a_response_format_becomes_a_grammar() -> None:
-    assert chat(response_format={"type": "json_object"}).job.params.grammar == json_object()
-    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True, "description": "b"}}
-    assert chat(response_format=wanted).job.params.grammar == json_schema(SCHEMA)
-    assert chat(response_format={"type": "text"}).job.params.grammar is None
-    for fields, param in (({"ignore_eos": True}, "ignore_eos"), ({"min_tokens": 1}, "min_tokens"), ({"tools": [TOOL]}, "response_format")):
-        with pytest.raises(RequestFailed) as refused:
-            chat(response_format=wanted, **fields)
-        assert refused.value.failure.param == param
-
-
-def test_a_tool_choice_says_which_calls_there_may_be() -> None:
-    other = {"type": "function", "function": {"name": "g", "description": "b"}}
-    tools = (Tool("f", {"type": "object"}, TOOL), Tool("g", {}, other))
-    both = {"tools": [TOOL, other]}
-    assert chat(**both).job.tools == chat(**both, tool_choice="auto", parallel_tool_calls=True).job.tools == ToolUse(tools)
-    assert chat(**both, tool_choice="none").job.tools is chat(tools=[], tool_choice="none").job.tools is None
-    assert chat(**both, tool_choice="required", parallel_tool_calls=False).job.tools == ToolUse(tools, True, False)
-    assert chat(**both, tool_choice=NAMED).job.tools == ToolUse(tools[:1], True, False, True)
-    with pytest.raises(RequestFailed, match="tools has f"):
-        chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}})
-    for name in ("", "a b", "x" * 65):
-        with pytest.raises(RequestFailed) as refused:
-            chat(tools=[{"type": "function", "function": {"name": name}}])
-        assert refused.value.failure.param == "tools.function.name"
-
-
-def test_a_conversation_with_calls_reaches_the_template() -> None:
-    said = [
-        {"role": "assistant", "content": None, "tool_calls": [CALLED]},
-        {"role": "tool", "content": "5", "tool_call_id": "a"},
-    ]
-    assert chat(messages=[*CHAT["messages"], *said]).job.messages[1:] == [{**said[0], "content": ""}, said[1]]
 
 
 def test_logprobs_are_asked_for_in_two_ways() -> None:
@@ -415,3 +260,7 @@ def test_the_schemas_say_what_is_accepted() -> None:
         properties = body.model_json_schema()["properties"]
         assert {"type": "number", "minimum": 0, "maximum": 2} in properties["temperature"]["anyOf"]
         assert {"type": "integer", "minimum": int(body is ChatBody)} in properties["max_tokens"]["anyOf"]
+        (biases, _), (ids, _) = properties["logit_bias"]["anyOf"], properties["stop_token_ids"]["anyOf"]
+        assert biases["maxProperties"] == ids["maxItems"] == 1024
+        text, texts, _ = properties["stop"]["anyOf"]
+        assert text["maxLength"] == texts["items"]["maxLength"] == 1024

@@ -130,5 +130,12 @@ class Crew:
         self._done.append(Done(result.timings, result.verdicts))
         return result
 
+    def check(self) -> None:
+        pass
+
+    def look_ahead(self) -> None:
+        if len(self.stages) > 1:
+            self._on(0, lambda shard: shard.look_ahead())
+
     def _on(self, stage: int, work: Callable[[Shard], Any]) -> list[Any]:
         return together(len(self.stages[stage].pieces), lambda collective: work(self.shards[stage][collective.rank]))

@@ -14,6 +14,7 @@ from shared import settings_of
 from hispec_ray import LLM, SamplingParams
 from hispec_ray.grammar import json_schema
 from hispec_ray.model.weights import open_model
+from hispec_ray.speculation.ahead import Ahead
 
 PROMPTS = [list(range(3 + i, 40 + 7 * i)) for i in range(5)]
 ASKED = [
@@ -123,3 +124,24 @@ def test_stages_do_the_work_of_one_process(tiny_folder: Path) -> None:
     parts = with_crew(tiny_folder, ranks, "hispec", 1, 3, 2, 4, layers=layers)
     assert texts(whole) == texts(parts)
     assert whole.engine.counts == parts.engine.counts
+
+
+@pytest.mark.parametrize("method", ["single", "hispec", "wide"])
+def test_a_sequence_alone_is_guessed_on_while_the_others_look(method: str, tiny_folder: Path, expected: list[tuple[int, ...]]) -> None:
+    """Where all of a window comes true the next round begins with what was guessed ahead; the text is the same in any case."""
+    ranks, layers = LAYOUTS["two stages"]
+    given: list[int] = []
+    give = Ahead._give
+
+    def counted(self: Ahead, a: Any, s: Any, state: Any) -> None:
+        give(self, a, s, state)
+        given.append(len(s.tokens) - s.first)
+
+    with patch.object(Ahead, "_give", counted):
+        llm = with_crew(tiny_folder, ranks, *METHODS[method], layers=layers, lanes=2)
+        for prompt, params, text in zip(PROMPTS, ASKED, expected, strict=True):
+            assert tuple(llm.generate([prompt], [params])[0].choices[0].token_ids) == text
+    assert given
+    assert max(given) > 0, "guesses were of use"
+    llm.engine.scheduler.check_integrity()
+    assert llm.engine.pool.used == 0

@@ -63,9 +63,8 @@ def leftovers() -> list[str]:
     """Members that live, reservations, and shared memory that nobody cleans up: once Ray has had the time to end them."""
 
     def found() -> list[str]:
-        members = [
-            " ".join(_words(process)) for process in psutil.Process().children(recursive=True) if "_Actor" in " ".join(_words(process))
-        ]
+        running = [" ".join(_words(process)) for process in psutil.Process().children(recursive=True)]
+        members = [words for words in running if "ray::Actor" in words]
         groups = [str(group["name"]) for group in placement_group_table().values() if group["state"] != "REMOVED"]
         return [*members, *groups, *(path.name for path in Path("/dev/shm").glob("deepspeed*"))]
 
@@ -82,68 +81,73 @@ def _words(process: psutil.Process) -> list[str]:
         return []
 
 
+@pytest.fixture(scope="module")
+def shards(tiny_folder: Path) -> Iterator[LLM]:
+    """Two ranks, then one: sums, gathers and rows that go from stage to stage."""
+    llm = group(tiny_folder, {"tp": 2, "layers": 4}, {"tp": 1, "layers": 4}, patience_s=2)
+    yield llm
+    llm.engine.close()
+    assert not leftovers()
+
+
+def test_the_text_of_one_process(shards: LLM, alone: LLM) -> None:
+    assert texts(shards) == texts(alone)
+    rows = [(llm.engine.counts[-1].rows, llm.engine.counts[-1].own) for llm in (shards, alone)]
+    assert rows[0] == rows[1], "and the full depth does the work of one process"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "stages",
-    [[{"tp": 2}], [{"tp": 1, "layers": 3}, {"tp": 1, "layers": 5}], [{"tp": 2, "layers": 4}, {"tp": 1, "layers": 4}]],
-    ids=["two ranks", "two stages", "two ranks, then one"],
+    "stages", [[{"tp": 2}], [{"tp": 3}], [{"layers": 3}, {"layers": 5}], [{"layers": 4}, {"layers": 2}, {"layers": 2}]], ids=str
 )
-def test_the_text_of_one_process(stages: list[dict[str, int]], tiny_folder: Path, alone: LLM) -> None:
+def test_the_text_of_one_process_in_other_layouts(stages: list[dict[str, int]], tiny_folder: Path, alone: LLM) -> None:
     llm = group(tiny_folder, *stages)
     assert texts(llm) == texts(alone)
-    assert llm.engine.counts[-1].own > 0
     llm.engine.close()
     assert not leftovers()
 
 
-def test_a_killed_shard_costs_nobody_a_token(tiny_folder: Path, alone: LLM) -> None:
-    """One member of each stage is killed in the middle: the texts come out whole, and nothing is left of the dead."""
-    llm = group(tiny_folder, {"tp": 2, "layers": 4}, {"tp": 1, "layers": 4})
-    expected = [choice.choices[0].token_ids for choice in alone.generate(PROMPTS, LONG)]
-    for victim in (2, 0):
-        before = pids(llm)
-        after_a_while = threading.Timer(0.3, os.kill, (before[victim], signal.SIGKILL))
-        after_a_while.start()
-        found = [choice.choices[0].token_ids for choice in llm.generate(PROMPTS, LONG)]
-        after_a_while.join()
-        assert found == expected
-        assert not set(before) & set(pids(llm)), "all were started anew"
-    assert llm.engine.rebuilds == 2
-    llm.engine.scheduler.check_integrity()
-    assert llm.engine.pool.used == 0
-    llm.engine.close()
-    assert not leftovers()
+@pytest.mark.parametrize("victim", [2, 0], ids=["the last stage", "a rank of the first stage"])
+def test_a_killed_shard_costs_nobody_a_token(victim: int, shards: LLM, alone: LLM) -> None:
+    """A member is killed in the middle: the texts come out whole, and all were started anew."""
+    expected = [done.choices[0].token_ids for done in alone.generate(PROMPTS, LONG)]
+    before, rebuilds = pids(shards), shards.engine.rebuilds
+    after_a_while = threading.Timer(0.3, os.kill, (before[victim], signal.SIGKILL))
+    after_a_while.start()
+    assert [done.choices[0].token_ids for done in shards.generate(PROMPTS, LONG)] == expected
+    after_a_while.join()
+    assert not set(before) & set(pids(shards))
+    assert shards.engine.rebuilds == rebuilds + 1
+    shards.engine.scheduler.check_integrity()
+    assert shards.engine.pool.used == 0
 
 
-@pytest.mark.parametrize("stages", [[{"tp": 2}], [{"tp": 1, "layers": 4}, {"tp": 1, "layers": 4}]], ids=["ranks", "stages"])
-def test_a_shard_that_hangs_is_noticed_and_replaced(stages: list[dict[str, int]], tiny_folder: Path, alone: LLM) -> None:
-    llm = group(tiny_folder, *stages, patience_s=2)
+@pytest.mark.parametrize("victim", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["a rank", "the last stage"])
+def test_a_shard_that_hangs_is_noticed_and_replaced(victim: int, shards: LLM, alone: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = alone.generate(PROMPTS[0], LONG)[0].choices[0].token_ids
     stopped: list[float] = []
+    noticed: list[float] = []
+    executor = executor_of(shards)
+    pid, rebuild = pids(shards)[victim], executor.rebuild
 
     def stop() -> None:
         stopped.append(time.monotonic())
-        os.kill(victim, signal.SIGSTOP)
-
-    victim = pids(llm)[1]
-    noticed: list[float] = []
-    executor = executor_of(llm)
-    rebuild = executor.rebuild
+        os.kill(pid, signal.SIGSTOP)
 
     def rebuilding() -> None:
         noticed.append(time.monotonic())
         rebuild()
 
-    executor.rebuild = rebuilding  # type: ignore[method-assign]
+    monkeypatch.setattr(executor, "rebuild", rebuilding)
     after_a_while = threading.Timer(0.3, stop)
     after_a_while.start()
-    assert llm.generate(PROMPTS[0], LONG)[0].choices[0].token_ids == expected
+    assert shards.generate(PROMPTS[0], LONG)[0].choices[0].token_ids == expected
     after_a_while.join()
     assert len(noticed) == 1
     assert noticed[0] - stopped[0] < 5
-    llm.engine.close()
-    assert not leftovers()
 
 
+@pytest.mark.slow
 def test_three_losses_in_a_row_are_the_end(tiny_folder: Path) -> None:
     llm = group(tiny_folder, {"tp": 1, "layers": 4}, {"tp": 1, "layers": 4})
     executor = executor_of(llm)
@@ -174,9 +178,9 @@ def test_layouts_that_cannot_be_are_refused_before_anything_is_read(stages: list
     with pytest.raises(ValueError, match=message) as refused:
         group(tiny_folder, *stages)
     assert "\n" not in str(refused.value)
-    assert not leftovers()
 
 
+@pytest.mark.slow
 def test_two_groups_share_a_machine_and_its_memory(tiny_folder: Path, alone: LLM) -> None:
     """By shared memory here: neither reads what the other writes."""
     one, other = (group(tiny_folder, {"tp": 2}, shared_memory=True, patience_s=60) for _ in range(2))

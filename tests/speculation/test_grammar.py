@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -90,20 +91,86 @@ def test_a_grammar_that_cannot_be_followed_says_why(bad: str, grammars: Grammars
             ask(bad)
 
 
+GROWING = grammar.regex("(.*a.{20}|.*b.{20}|.*c.{30})*")
+"""Each a, b and c doubles what may come: too much after about a dozen of them."""
+TOO_MUCH = "abcabcaaabbbcccabc" * 5
+
+
+def fails_at(grammars: Grammars, text: Sequence[int]) -> int:
+    """How many tokens of a text its walk can follow, one at a time."""
+    walk = grammars.walk(GROWING)
+    for place, token in enumerate(text):
+        if walk.allowed([]) is None:
+            return place
+        assert walk.read([token]) == 1
+    raise AssertionError("the grammar keeps within its limits")
+
+
 def test_a_grammar_beyond_its_limits_fails_and_stays_so(grammars: Grammars, encode: Any) -> None:
-    walk = grammars.walk(grammar.regex("(.*a.{20}|.*b.{20}|.*c.{30})*"))
-    text: Sequence[int] = encode("abcabcaaabbbcccabc" * 5)
-    assert any(walk.allowed(text[:count]) is None for count in range(len(text)))
+    text = encode(TOO_MUCH)
+    walk = grammars.walk(GROWING)
+    good = walk.read(text)
+    assert 0 < good < len(text)
     assert walk.failed
     assert walk.allowed([]) is None
+    assert walk.read(text[:1]) == 0
+
+
+def test_guesses_do_not_change_where_a_text_fails(grammars: Grammars, encode: Any) -> None:
+    text, other = encode(TOO_MUCH), encode("xyz abc" * 3)
+    good = fails_at(grammars, text)
+    for step in (1, 2, 3):
+        walk, read = grammars.walk(GROWING), 0
+        while not walk.failed:
+            for count in range(4):
+                walk.allowed([*text[read : read + count], *other[:count]])
+            read += walk.read(text[read : read + step])
+            walk.allowed([])
+        assert read == good
+
+
+def test_a_guess_beyond_the_limits_ends_no_text(grammars: Grammars, encode: Any) -> None:
+    text, quiet = encode(TOO_MUCH), encode("xxx yyy zzz")
+    good = fails_at(grammars, text)
+    walk = grammars.walk(GROWING)
+    for token in quiet:
+        assert walk.allowed(text) is None
+        assert not walk.failed
+        assert ids(walk.allowed([token]))
+        assert walk.read([token]) == 1
+    assert walk.allowed(text[: good - 1]) is not None
+
+
+def test_a_text_that_fails_harms_no_other_with_the_same_grammar(grammars: Grammars, encode: Any) -> None:
+    text = encode(TOO_MUCH)
+    before = grammars.walk(GROWING)
+    assert before.allowed(encode("x")) is not None
+    good = fails_at(grammars, text)
+    assert fails_at(grammars, text) == good
+    assert before.read(text) == good
+
+
+def test_the_end_of_the_sequence_is_a_guess_like_others(grammars: Grammars, encode: Any, default_source: ModelSource) -> None:
+    (end,) = default_source.architecture.eos_token_ids
+    free = grammar.lark('start: "a" TEXT\nTEXT: /(.|\\n)*/')
+    walk, said = grammars.walk(free), encode("abc def ghi jkl")
+    walk.read(said[:2])
+    expected = [ids(grammars.walk(free).allowed(said[:count])) for count in range(2, len(said) + 1)]
+    assert all(end in allowed for allowed in expected)
+    for guesses in ([end], [*said[2:3], end], [end, *said[2:]], [*said[2:], end, end]):
+        walk.allowed(guesses)
+        assert [ids(walk.allowed(said[2:count])) for count in range(2, len(said) + 1)] == expected
+    assert walk.read(written := [*said[2:], end, 5, 6]) == len(written)
+    assert not walk.failed
 
 
 def test_only_the_latest_grammars_are_kept(default_source: ModelSource) -> None:
     tokenizer = default_source.byte_tokenizer()
     made = Grammars(lambda: tokenizer)
-    for number in range(100):
-        made.check(grammar.regex(f"a{{{number + 1}}}"))
-    assert len(made._compiled) == 64
+    with patch("hispec_ray.speculation.grammar._KEPT", 8):
+        for number in range(20):
+            made.check(grammar.regex(f"a{{{number + 1}}}"))
+    assert len(made._known) == 8
     assert isinstance(made.walk(grammar.regex("a{1}")), Walk)
 
 

@@ -17,7 +17,7 @@ from hispec_ray.speculation.choice import choose_torch
 from hispec_ray.speculation.drafters import LookupDrafter
 from hispec_ray.speculation.levels import Level
 from hispec_ray.speculation.round import Round
-from hispec_ray.speculation.shaping import Shaper, kept
+from hispec_ray.speculation.shaping import Shaper, kept, logprobs
 
 FULL = 4
 
@@ -163,3 +163,16 @@ def test_what_is_out_of_range_is_named(values: dict[str, object], message: str) 
 def test_what_changes_nothing_is_no_shape() -> None:
     assert SamplingParams(top_k=-1, logit_bias={}).shape(3, {0}) is None
     assert SamplingParams(temperature=0, top_k=5, top_p=0.5, min_p=0.1).shape(3, {0}) is None, "filters leave the likeliest token"
+
+
+def test_log_probabilities_do_not_depend_on_the_rows_beside_them() -> None:
+    """With two threads torch adds the columns of some of so many rows in another order."""
+    logits = 5 * torch.randn((64, 49152), generator=torch.Generator().manual_seed(1))
+    tokens = list(range(len(logits)))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        alone = [logprobs(logits[place : place + 1], [token], 3)[0] for place, token in enumerate(tokens)]
+        assert logprobs(logits, tokens, 3) == alone
+    finally:
+        torch.set_num_threads(threads)
