@@ -49,6 +49,7 @@ def tune(
                 {
                     "model": {name: value for name, value in given.items() if value is not None},
                     "speculation": {"method": "plain", "exits": {"heads": heads}},
+                    "cache": {"memory_gib": 1.0},  # several engines share the weights, on a GPU too
                 }
             )
         except ValidationError as error:
