@@ -114,7 +114,7 @@ def _check_devices(settings: Settings, machines: list[Machine]) -> None:
 
 def _show(
     settings: Settings, a: Architecture, machines: list[Machine], found: Fit, better: Fit | None, typical: int, *, chosen: bool
-) -> None:  # fmt: skip
+) -> None:
     from rich.console import Console  # noqa: PLC0415
 
     from hispec_ray.shard.shard import levels_for  # noqa: PLC0415
