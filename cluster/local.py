@@ -26,13 +26,14 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-HEALTH = {"initial_delay": 1000, "period": 1000, "timeout": 1000, "failure_threshold": 3}
-"""Ray's `RAY_health_check_*`, milliseconds but for the last: its own (3 s, 10 s and 5 failures) notice a dead node after 15 s and more."""
+HEALTH = {"initial_delay": 1000, "period": 500, "timeout": 1000, "failure_threshold": 3}
+"""Ray's `RAY_health_check_*`, milliseconds but for the last, which notice a dead node after 1 to 2 seconds and one that hangs after at most
+4.5. Ray's own (periods of 3 s, 10 s of patience, 5 failures) take 15 seconds and more."""
 OBJECT_STORE_BYTES = 100_000_000
 START_S = 120.0
 TRIES = 3
 """Of starting a node: Ray gives up after 30 s, which a busy machine may need, and where a port was taken in between."""
-STOP_S = 10.0
+STOP_S = 5.0
 _BELOW_EPHEMERAL = range(20000, 32768)  # ports that the system gives to nobody who does not ask for them
 
 
@@ -95,7 +96,13 @@ def local_cluster(nodes: Sequence[Mapping[str, float]], dashboard: bool = False)
             _kill([process.pid])
         raise RuntimeError(f"{folder.name} did not come up:\n{(folder / 'log').read_text()[-3000:]}")
 
-    first = ["--head", "--port=0", "--no-monitor", f"--include-dashboard={str(dashboard).lower()}", f"--ray-client-server-port={_free_port()}"]
+    first = [
+        "--head",
+        "--port=0",
+        "--no-monitor",
+        f"--include-dashboard={str(dashboard).lower()}",
+        f"--ray-client-server-port={_free_port()}",
+    ]
     try:
         head, address = start(0, first)
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # more would come up later, not sooner
@@ -146,7 +153,7 @@ def _start(folder: Path, options: Iterable[str]) -> subprocess.Popen[bytes]:
 
 
 def _await_address(folder: Path, process: subprocess.Popen[bytes]) -> str:
-    """Wait until a node is part of its cluster; return the cluster's address, which it then writes down, or "" where it does not come up."""
+    """Wait until a node is part of its cluster; return the cluster's address, which it writes down, or "" where it does not come up."""
     written = folder / "ray_current_cluster"
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:
@@ -217,7 +224,9 @@ def main() -> None:
         with local_cluster([{"CPU": given.cpus, "GPU": given.gpus}] * given.nodes, given.dashboard) as cluster:
             print(f"cluster     {cluster.address}")
             for node in cluster.nodes:
-                print(f"{node.name:<11} {given.cpus} CPU, {given.gpus} GPU; kill it: kill -9 $(ps -o pid= -s {node.pid}); logs: {node.folder}")
+                print(
+                    f"{node.name:<11} {given.cpus} CPU, {given.gpus} GPU; kill it: kill -9 $(ps -o pid= -s {node.pid}); logs: {node.folder}"
+                )
             print(f"serve       serve run --address {cluster.address} FILE")
             print(f"one more    ray start --address {cluster.address} --num-cpus 2 --min-worker-port 0 --max-worker-port 0")
             print("Ctrl-C ends it", flush=True)
