@@ -179,11 +179,9 @@ def _stop(started: Sequence[subprocess.Popen[bytes]]) -> None:
     deadline = time.monotonic() + STOP_S
     sessions = [process.pid for process in started]
     while processes_in(sessions) and time.monotonic() < deadline:
-        for process in started:
-            process.poll()
         time.sleep(0.1)
     _kill(sessions)
-    for process in started:
+    for process in started:  # only now: nobody else could be given these numbers before
         process.wait()
 
 
