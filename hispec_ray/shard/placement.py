@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -65,7 +66,8 @@ def reserve(ranks: Sequence[int], each: Resources, patience_s: float) -> tuple[P
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     bundles, places = bundles_of(ranks, each, nodes)
-    group = placement_group(bundles, strategy="PACK", name="hispec")
+    # Ray wants names that nobody in the namespace has: not the group that is being torn down, nor another replica's.
+    group = placement_group(bundles, strategy="PACK", name=f"hispec-{uuid.uuid4().hex}")
     if not group.wait(patience_s):
         free = _said({name: ray.available_resources().get(name, 0) for name in each})
         remove_placement_group(group)

@@ -37,6 +37,9 @@ _LOOK_S = 1.0
 class Actor(Member):
     """A member that answers, on a thread beside, that its process is alive."""
 
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings, ray.util.get_node_ip_address())
+
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def alive(self) -> int:
         return os.getpid()
