@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 Resources = Mapping[str, float]
+_LOOK_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +66,24 @@ def reserve(ranks: Sequence[int], each: Resources, patience_s: float) -> tuple[P
 
     Raises ValueError as `bundles_of`, and where what would be enough is not free within `patience_s`.
     """
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    bundles, places = bundles_of(ranks, each, nodes)
+    bundles, places = bundles_of(ranks, each, _living())
     # Ray wants names that nobody in the namespace has: not the group that is being torn down, nor another replica's.
     group = placement_group(bundles, strategy="PACK", name=f"hispec-{uuid.uuid4().hex}")
-    if not group.wait(patience_s):
-        free = _said({name: ray.available_resources().get(name, 0) for name in each})
+    deadline = time.monotonic() + patience_s
+    try:
+        while not group.wait(_LOOK_S):
+            bundles_of(ranks, each, _living())  # a node may have died: then waiting is in vain
+            if time.monotonic() > deadline:
+                free = _said({name: ray.available_resources().get(name, 0) for name in each})
+                raise ValueError(
+                    f"the cluster has the room for {sum(ranks)} ranks of {_said(each)} each, not free within {patience_s:g} s; free: {free}"
+                )
+    except BaseException:
         remove_placement_group(group)
-        raise ValueError(
-            f"the cluster has the room for {sum(ranks)} ranks of {_said(each)} each, not free within {patience_s:g} s; free: {free}"
-        )
+        raise
     return group, places
+
+
+def _living() -> list[Resources]:
+    """What the nodes that are alive have in all."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
