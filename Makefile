@@ -26,7 +26,7 @@ serve: env
 	@exec $(BIN)/serve run deployments/hispec.yaml
 
 test: lint
-	@$(BIN)/pytest
+	@$(BIN)/pytest -n 2 --dist loadgroup
 
 lint: env
 	@$(BIN)/ruff check .

@@ -22,6 +22,8 @@ from typing import Any, NoReturn
 
 import yaml
 
+from cluster.local import processes_in
+
 ROOT = Path(__file__).parent.parent
 START_S = 180
 STOP_S = 60
@@ -125,18 +127,8 @@ def _await_health(url: str, process: subprocess.Popen[bytes], log: Path) -> None
 def _end_session(session: int) -> None:
     """Wait for the processes of a session, all of Ray's, to end; they write to its folder until then. Kill those that stay."""
     deadline = time.monotonic() + 10
-    while (left := _in_session(session)) and time.monotonic() < deadline:
+    while (left := processes_in([session])) and time.monotonic() < deadline:
         time.sleep(0.2)
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _in_session(session: int) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            state, _, _, of, *_ = path.read_text().rpartition(")")[2].split()
-            if int(of) == session and state != "Z":
-                found.append(int(path.parent.name))
-    return found

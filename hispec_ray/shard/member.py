@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import logging
 import os
 import socket
+import struct
 import threading
 import time
 from dataclasses import dataclass
@@ -29,6 +32,7 @@ logger = logging.getLogger(__name__)
 _MEETING = timedelta(minutes=5)  # for all to start, slow imports and downloads included
 _GONE = 70
 """Exit status of a process that waited for the others in vain."""
+_SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +48,14 @@ class Facts:
 class Member:
     """One rank of one stage. Called in this order: `bind` (the first member only), `join`, `room`, `load`, then `execute` again and again.
 
+    host: the address by which members on other machines reach this one; what its own name resolves to may be the loopback's.
     Ends its process when it has waited for another member for longer than `parallel.patience_s`: whoever drives the group sees that.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, host: str) -> None:
         assert settings.parallel
         self._settings = settings
+        self._host = host
         self._watched = Watched()
         self._shard: Shard | None = None
         self._collective: Collective = ALONE
@@ -65,9 +71,10 @@ class Member:
 
     def bind(self, members: int) -> tuple[str, int]:
         """Open the place where members meet, on a port that is free; return its address."""
-        host = socket.gethostbyname(socket.gethostname())
-        self._store = dist.TCPStore(host, 0, members, is_master=True, wait_for_workers=False, timeout=_MEETING)  # type: ignore[attr-defined]
-        return host, self._store.port
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            self._host, 0, members, is_master=True, wait_for_workers=False, timeout=_MEETING
+        )
+        return self._host, self._store.port
 
     def node(self) -> str:
         """Return the name of this machine, the same for all members on it."""
@@ -82,6 +89,8 @@ class Member:
         self._stage, self._rank = stage, rank
         cuda = self._settings.model.device == "cuda"
         if len(members) > 1:
+            if interface := _interface(self._host):
+                os.environ["GLOO_SOCKET_IFNAME"] = interface
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo", store=self._store, rank=me, world_size=len(members), timeout=_MEETING
             )
@@ -149,3 +158,13 @@ class Member:
     def sent_bytes(self) -> int:
         """Return how many bytes have gone on to the next stage since the start."""
         return self._line.sent_bytes if self._line else 0
+
+
+def _interface(host: str) -> str | None:
+    """Return the name of the network interface with this IPv4 address; None where none has it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # of one that has no address
+                if fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == socket.inet_aton(host):
+                    return name
+    return None

@@ -6,6 +6,8 @@ import contextlib
 import logging
 import re
 import socket
+import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from hispec_ray.shard.machine import Machine, this_machine
 
 T = TypeVar("T")
 Resources = Mapping[str, float]
+_LOOK_S = 2.0
 _REACH_S = 5.0
 
 
@@ -81,16 +84,27 @@ def reserve(ranks: Sequence[int], each: Resources, patience_s: float) -> tuple[P
 
     Raises ValueError as `bundles_of`, and where what would be enough is not free within `patience_s`.
     """
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    bundles, places = bundles_of(ranks, each, nodes)
-    group = placement_group(bundles, strategy="PACK", name="hispec")
-    if not group.wait(patience_s):
-        free = _said({name: ray.available_resources().get(name, 0) for name in each})
+    bundles, places = bundles_of(ranks, each, _living())
+    # Ray wants names that nobody in the namespace has: not the group that is being torn down, nor another replica's.
+    group = placement_group(bundles, strategy="PACK", name=f"hispec-{uuid.uuid4().hex}")
+    deadline = time.monotonic() + patience_s
+    try:
+        while not group.wait(_LOOK_S):
+            bundles_of(ranks, each, _living())  # a node may have died: then waiting is in vain
+            if time.monotonic() > deadline:
+                free = _said({name: ray.available_resources().get(name, 0) for name in each})
+                raise ValueError(
+                    f"the cluster has the room for {sum(ranks)} ranks of {_said(each)} each, not free within {patience_s:g} s; free: {free}"
+                )
+    except BaseException:
         remove_placement_group(group)
-        raise ValueError(
-            f"the cluster has the room for {sum(ranks)} ranks of {_said(each)} each, not free within {patience_s:g} s; free: {free}"
-        )
+        raise
     return group, places
+
+
+def _living() -> list[Resources]:
+    """What the nodes that are alive have in all."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 @contextlib.contextmanager

@@ -37,6 +37,9 @@ _LOOK_S = 1.0
 class Actor(Member):
     """A member that answers, on a thread beside, that its process is alive."""
 
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings, ray.util.get_node_ip_address())
+
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def alive(self) -> int:
         return os.getpid()
@@ -86,7 +89,7 @@ class RayExecutor:
                 ).remote(self._settings)
                 for _, _, place in where
             ]
-            nodes = self._all("node")
+            nodes = self._all("node", timeout=_START_S)
             by_stage = [[node for (s, _, _), node in zip(where, nodes, strict=True) if s == stage] for stage in range(len(places))]
             address = ray.get(self._members[0].bind.remote(len(self._members)))
             name = uuid.uuid4().hex
@@ -104,9 +107,9 @@ class RayExecutor:
             self.close()
             raise
 
-    def _all(self, method: str, *arguments: Any) -> list[Any]:
-        """What every member returns. Raises RayError."""
-        return list(ray.get([getattr(member, method).remote(*arguments) for member in self._members]))
+    def _all(self, method: str, *arguments: Any, timeout: float | None = None) -> list[Any]:
+        """What every member returns. Raises RayError, also where it takes longer than the timeout, in seconds."""
+        return list(ray.get([getattr(member, method).remote(*arguments) for member in self._members], timeout=timeout))
 
     def submit(self, plan: StepPlan) -> None:
         plan = replace(plan, done=tuple(self._done))

@@ -1,0 +1,1 @@
+"""How a Ray cluster is made for hispec_ray."""
