@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from live import COUNTING, MODEL, ask
 
 from hispec_ray.model.weights import ModelSource
 
 
+@pytest.mark.slow
 def test_guidellm_measures_the_server(server: str, default_source: ModelSource, tmp_path: Path) -> None:
     report, data = tmp_path / "report.json", tmp_path / "prompts.jsonl"
     prompts = ["What is 2+2?", "Name a colour.", COUNTING, "Who wrote Hamlet?"]

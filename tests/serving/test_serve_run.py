@@ -49,8 +49,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("method", [None, PLAIN], ids=["guessed", "plain"])
+@pytest.mark.parametrize(
+    ("method", "streamed"),
+    [
+        pytest.param(None, True, id="guessed-streamed"),
+        pytest.param(PLAIN, False, id="plain-whole"),
+        pytest.param(None, False, id="guessed-whole", marks=pytest.mark.slow),
+        pytest.param(PLAIN, True, id="plain-streamed", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_an_answer_is_the_same_however_it_is_decoded_and_sent(server: str, name: str, method: Any, streamed: bool) -> None:
     case = CASES[name]
@@ -143,8 +150,14 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("temperature", [0, 0.9])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    ("row", "temperature"),
+    [
+        pytest.param(row, temperature, marks=pytest.mark.slow if number % 2 == (temperature == 0) else ())
+        for number, row in enumerate(ROWS)
+        for temperature in (0, 0.9)
+    ],
+)
 def test_every_parameter_gives_the_same_answer_with_speculation_and_without(server: str, row: str, temperature: float) -> None:
     fields: dict[str, Any] = {"max_tokens": 20, "seed": 11, "temperature": temperature} | ROWS[row]
     path = CHAT if "messages" in fields else "/v1/completions"

@@ -107,7 +107,7 @@ def test_the_text_of_one_process_in_other_layouts(stages: list[dict[str, int]], 
     assert not leftovers()
 
 
-@pytest.mark.parametrize("victim", [2, 0], ids=["the last stage", "a rank of the first stage"])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)], ids=["a rank of the first stage", "the last stage"])
 def test_a_killed_shard_costs_nobody_a_token(victim: int, shards: LLM, alone: LLM) -> None:
     """A member is killed in the middle: the texts come out whole, and all were started anew."""
     expected = [done.choices[0].token_ids for done in alone.generate(PROMPTS, LONG)]
