@@ -40,6 +40,7 @@ torch.set_num_threads(1)
 _WITH_CLUSTERS = ("serving", "shard/test_ray_group", "cluster")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Say what one of several processes runs as a whole: a file, for its fixtures, and all that starts Ray, one cluster at a time."""
     root = Path(__file__).parent
