@@ -37,17 +37,6 @@ from hispec_ray.training.output import write_heads
 
 torch.set_num_threads(1)
 
-_WITH_CLUSTERS = ("serving", "shard/test_ray_group", "cluster")
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say what one of several processes runs as a whole: a file, for its fixtures, and all that starts Ray, one cluster at a time."""
-    root = Path(__file__).parent
-    for item in items:
-        name = item.path.relative_to(root).as_posix()
-        item.add_marker(pytest.mark.xdist_group("clusters" if name.startswith(_WITH_CLUSTERS) else name))
-
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
