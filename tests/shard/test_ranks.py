@@ -86,7 +86,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("method", METHODS)
 def test_stages_write_the_text_of_one_process(
@@ -99,7 +99,7 @@ def test_stages_write_the_text_of_one_process(
     assert llm.engine.pool.used == 0
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_stages_with_branches_a_lookup_and_the_pace(lanes: int, tiny_folder: Path, expected: list[tuple[int, ...]]) -> None:
     for layout in ("two stages", "three stages"):
         ranks, layers = LAYOUTS[layout]
@@ -108,7 +108,7 @@ def test_stages_with_branches_a_lookup_and_the_pace(lanes: int, tiny_folder: Pat
             assert texts(llm) == expected
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_stages_short_of_blocks(lanes: int, tiny_folder: Path, expected: list[tuple[int, ...]]) -> None:
     ranks, layers = LAYOUTS["two stages"]
     llm = with_crew(tiny_folder, ranks, "hispec", 1, 3, 2, 4, layers=layers, lanes=lanes, blocks=12)
