@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import LlamaConfig
 
 from benchmarks import common
 from hispec_ray.config import SpeculationSettings
 from hispec_ray.core.block_pool import BlockPool
+from hispec_ray.core.plan import Rows
 from hispec_ray.core.scheduler import Scheduler
 from hispec_ray.core.sequence import Sequence as Text
 from hispec_ray.model.architecture import Architecture
@@ -168,10 +170,6 @@ def parity(machine: Machine, prompt: Sequence[int]) -> float:
 
 def logits_along(decoder: TorchDecoder, tokens: Sequence[int]) -> torch.Tensor:
     """Log-probabilities `[R, V]` on the CPU behind each token, read in one pass."""
-    import numpy as np  # noqa: PLC0415
-
-    from hispec_ray.core.plan import Rows  # noqa: PLC0415
-
     count = len(tokens)
     places, line = np.arange(count), np.zeros(count, dtype=np.int64)
     tables = np.arange(count // BLOCK + 1)[None, :]

@@ -86,7 +86,7 @@ class SharedMemory:
         self.size = size
         self.rank = rank
         self._watched = watched
-        library = _load(size)
+        library = _load()
         before = {key: os.environ.get(key) for key in ("LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")}
         os.environ.update(LOCAL_SIZE=str(size), MASTER_ADDR="hispec", MASTER_PORT=name)  # what it names its memory by
         try:
@@ -122,8 +122,8 @@ class SharedMemory:
         return parts
 
 
-def _load(ranks: int) -> Any:
-    """DeepSpeed's extension, built at first use (about a minute). Raises RuntimeError where that fails, or there is no room for it."""
+def _load() -> Any:
+    """DeepSpeed's extension, built at first use (about a minute). Raises RuntimeError where that fails."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         from deepspeed.ops.op_builder import ShareMemCommBuilder  # noqa: PLC0415  (takes a second, and prints)
@@ -133,38 +133,30 @@ def _load(ranks: int) -> Any:
         raise RuntimeError(f"DeepSpeed's shared-memory extension cannot be built: {' '.join(str(error).split())}") from error
     if library.vector_kernel_level() < 1:
         raise RuntimeError("DeepSpeed's shared-memory extension needs a processor with AVX2")
-    free, needed = shutil.disk_usage(_SHARED).free, ranks * _WORKSPACE_BYTES
-    if free < needed:
-        raise RuntimeError(f"{_SHARED} has {free >> 20} MiB free; {ranks} ranks take {needed >> 20} MiB")
     return library
 
 
 def shared_memory_problem(ranks: int = 2) -> str | None:
     """Return why ranks on this machine cannot add up in shared memory, None where they can. Builds the extension, about a minute."""
     try:
-        _load(ranks)
+        _load()
     except RuntimeError as error:
         return str(error)
-    return None
+    free, needed = shutil.disk_usage(_SHARED).free, ranks * _WORKSPACE_BYTES
+    return f"{_SHARED} has {free >> 20} MiB free; {ranks} ranks take {needed >> 20} MiB" if free < needed else None
 
 
-def collective_on_one_machine(group: dist.ProcessGroup, name: str, watched: Watched, *, shared: bool = True) -> Group | SharedMemory:
+def collective_on_one_machine(group: dist.ProcessGroup, name: str, watched: Watched) -> Group | SharedMemory:
     """Return the fastest collective for ranks that are on the CPUs of one machine. Says in the log where that is not the fast one.
 
     All ranks of the group call it together, and come to the same: where one cannot, none does.
     """
     gloo = Group(group, watched)
-    if not shared:
-        return gloo
 
     def meet() -> None:
         dist.barrier(group)
 
-    problem = ""
-    try:
-        _load(gloo.size)
-    except RuntimeError as error:
-        problem = str(error)
+    problem = shared_memory_problem(gloo.size)
     able = torch.tensor([0 if problem else 1])
     dist.all_reduce(able, op=dist.ReduceOp.MIN, group=group)
     if able.item():

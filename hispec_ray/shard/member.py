@@ -106,9 +106,9 @@ class Member:
 
     def _together(self, group: dist.ProcessGroup, name: str, *, shared: bool) -> Collective:
         assert self._settings.parallel
-        if not shared:
-            return Group(group, self._watched)
-        return collective_on_one_machine(group, name, self._watched, shared=self._settings.parallel.shared_memory)
+        if shared and self._settings.parallel.shared_memory:
+            return collective_on_one_machine(group, name, self._watched)
+        return Group(group, self._watched)
 
     def room(self) -> int:
         """Return how many blocks of the cache there is memory for here. Raises ValueError where the settings do not fit the model."""

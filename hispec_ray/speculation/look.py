@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hispec_ray.core.plan import LevelCounts, StepPlan, Timings, Told
+from hispec_ray.core.plan import LevelCounts, SequenceResult, StepPlan, Timings, Told
 from hispec_ray.speculation.choice import Choose
 from hispec_ray.speculation.levels import Doubt, Hierarchy, Model
 from hispec_ray.speculation.shaping import Shaper, logprobs
@@ -221,6 +221,15 @@ class Looker:
         turn.counts[level + self.cast.source].passes += 1
         assert hidden is not None
         return hidden, places_of(level, states, unrun)
+
+    def outcome(self, s: SequenceState) -> SequenceResult:
+        """Return what the full depth has committed of a sequence, now that it has looked, and take it down for the rounds to come."""
+        committed = s.tokens[s.first :]
+        result = SequenceResult(s.plan.id, committed, s.origins, s.logprobs, s.prompt_logprobs)
+        if s.plan.shape:
+            self.shaper.committed(s.plan.id, committed)
+            result.failed = self.shaper.failed(s.plan.id)
+        return result
 
     def shape_row(
         self, s: SequenceState, logits: torch.Tensor, tentative: Sequence[int], position: int, vocabulary: torch.Tensor | None

@@ -31,7 +31,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from hispec_ray.core.plan import DraftStarts, LevelCounts, SequenceResult, StepPlan, StepResult, Tentative, Timings, Verdict
+from hispec_ray.core.plan import DraftStarts, LevelCounts, StepPlan, StepResult, Tentative, Timings, Verdict
 from hispec_ray.speculation.ahead import Ahead
 from hispec_ray.speculation.choice import Choices, Choose
 from hispec_ray.speculation.drafters import Drafter, Guess
@@ -173,13 +173,9 @@ class Round:
         """Take down what the full depth has committed, for the rounds to come."""
         turn, results = open_.turn, []
         for s in turn.state.sequences:
-            committed = s.tokens[s.first :]
-            result = SequenceResult(s.plan.id, committed, s.origins, s.logprobs, s.prompt_logprobs)
+            result = self._looker.outcome(s)
             if self._drafter:
-                self._drafter.committed(s.plan.id, committed, s.seconds)
-            if s.plan.shape:
-                self._shaper.committed(s.plan.id, committed)
-                result.failed = self._shaper.failed(s.plan.id)
+                self._drafter.committed(s.plan.id, result.tokens, s.seconds)
             results.append(result)
         open_.ended = True
         self.peak_held_bytes = max(self.peak_held_bytes, turn.state.held_bytes)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hispec_ray.core.plan import Done, LevelCounts, SequenceResult, StepPlan, StepResult, Tentative, Verdict
+from hispec_ray.core.plan import Done, LevelCounts, StepPlan, StepResult, Tentative, Verdict
 from hispec_ray.speculation.choice import Choose
 from hispec_ray.speculation.grammar import Grammars
 from hispec_ray.speculation.levels import Doubt, Hierarchy, Level, Model
@@ -70,14 +70,10 @@ class Upper:
             self._looker.judge(turn, top, states, hidden, places_of(top, states, unrun))
             verdicts = []
             for s in states:
-                committed = s.tokens[s.first :]
-                done = SequenceResult(s.plan.id, committed, s.origins, s.logprobs, s.prompt_logprobs)
-                if s.plan.shape:
-                    self._shaper.committed(s.plan.id, committed)
-                    done.failed = self._shaper.failed(s.plan.id)
+                done = self._looker.outcome(s)
                 result.sequences.append(done)
                 adopted = None if s.adopted is None else s.branches.index(s.adopted)
-                verdicts.append(Verdict(committed, s.seconds, adopted, s.seen[top], s.kept[top]))
+                verdicts.append(Verdict(done.tokens, s.seconds, adopted, s.seen[top], s.kept[top]))
             result.verdicts = tuple(verdicts)
         else:
             self._open.append(turn.state)
