@@ -153,10 +153,14 @@ def attack(url: str, requests: int) -> Counter[int]:
     return statuses
 
 
+def check_mix(statuses: Counter[int]) -> None:
+    """Most were refused, yet not all. How many of either are drawn changes with hypothesis and with this source."""
+    assert statuses[400] > statuses.total() / 2
+    assert statuses[200] > statuses.total() / 25
+
+
 def test_bad_requests_harm_nobody(server: str) -> None:
-    statuses = attack(server, 120)
-    assert statuses[400] > 100
-    assert statuses[200] > 10
+    check_mix(attack(server, 120))
 
 
 @pytest.mark.slow
@@ -164,8 +168,7 @@ def test_five_thousand_bad_requests_harm_nobody(server: str) -> None:
     began = time.monotonic()
     statuses = attack(server, 5000)
     print(f"\n{statuses.total()} requests in {time.monotonic() - began:.0f} s, by status: {dict(sorted(statuses.items()))}")
-    assert statuses[400] > 2000
-    assert statuses[200] > 200
+    check_mix(statuses)
 
 
 @dataclass(frozen=True)
