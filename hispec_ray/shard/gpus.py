@@ -148,6 +148,16 @@ def in_link_order(machine: Sequence[Gpu]) -> list[int]:
     return best
 
 
+def seat_of(uuid: str, machine: Sequence[Gpu]) -> tuple[int, str | None]:
+    """Return where a GPU stands in `in_link_order` of its machine, and what is wrong with it; 0 and None where NVML does not know it.
+
+    uuid: as torch says it, which is NVML's without its first letters.
+    """
+    order = in_link_order([gpu for gpu in machine if not gpu.lost])
+    mine = next((gpu for gpu in machine if uuid and gpu.uuid.endswith(uuid)), None)
+    return (0, None) if mine is None else (order.index(mine.index), faults(mine))
+
+
 def _worth(machine: Sequence[Gpu], order: Sequence[int]) -> tuple[int, int]:
     """How good an order is: its worst step, which a ring waits for, then all of them; the way back from the last to the first is one."""
     links = {gpu.index: gpu.links for gpu in machine}

@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from hispec_ray.config import Settings
 from hispec_ray.core.plan import StepPlan, StepResult
-from hispec_ray.model.parallel import ALONE, Collective
+from hispec_ray.model.parallel import ALONE, Collective, Piece
 from hispec_ray.model.weights import open_model
 from hispec_ray.shard.collectives import Group, Watched, collective_on_one_machine
+from hispec_ray.shard.gpus import gpus, seat_of
 from hispec_ray.shard.line import Line
 from hispec_ray.shard.shard import Shard, blocks_that_fit
-from hispec_ray.shard.stages import deepest_exit, stages_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,20 @@ class Facts:
     window: int
 
 
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a member runs.
+
+    machine: its name, the same for all members on it. place: of its GPU among the machine's, neighbours linked well; 0 on a CPU.
+    """
+
+    machine: str
+    place: int
+
+
 class Member:
-    """One rank of one stage. Called in this order: `bind` (the first member only), `join`, `room`, `load`, then `execute` again and again.
+    """One rank of one stage. Called in this order: `seat`, `bind` (the first member only), `join`, `room`, `load`, then `execute` again and
+    again.
 
     host: the address by which members on other machines reach this one; what its own name resolves to may be the loopback's.
     Ends its process when it has waited for another member for longer than `parallel.patience_s`: whoever drives the group sees that.
@@ -76,13 +88,18 @@ class Member:
         )
         return self._host, self._store.port
 
-    def node(self) -> str:
-        """Return the name of this machine, the same for all members on it."""
-        return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    def seat(self) -> Seat:
+        """Return where this process is. A GPU with errors is named in the log: it may serve for long, and is the first to be suspected."""
+        place, fault = 0, None
+        if self._settings.model.device == "cuda" and torch.cuda.is_available():
+            place, fault = seat_of(str(torch.cuda.get_device_properties(0).uuid), gpus())
+        if fault:
+            logger.warning("%s: %s", socket.gethostname(), fault)
+        return Seat(f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}", place)
 
-    def join(self, stage: int, rank: int, address: tuple[str, int], name: str, nodes: list[list[str]]) -> None:
-        """Meet the others. name: of the group, unlike any other's; nodes: by stage and rank, the machine that a member is on."""
-        members = [(s, r) for s, ranks in enumerate(nodes) for r in range(len(ranks))]
+    def join(self, stage: int, rank: int, address: tuple[str, int], name: str, machines: list[list[str]]) -> None:
+        """Meet the others. name: of the group, unlike any other's; machines: by stage and rank, the machine that a member is on."""
+        members = [(s, r) for s, ranks in enumerate(machines) for r in range(len(ranks))]
         me = members.index((stage, rank))
         if me:
             self._store = dist.TCPStore(*address, len(members), is_master=False, timeout=_MEETING)  # type: ignore[attr-defined]
@@ -95,14 +112,14 @@ class Member:
                 "cpu:gloo,cuda:nccl" if cuda else "gloo", store=self._store, rank=me, world_size=len(members), timeout=_MEETING
             )
         first = 0
-        for s, ranks in enumerate(nodes):
+        for s, ranks in enumerate(machines):
             if len(ranks) > 1:  # every member makes every group: torch wants it so
                 group = dist.new_group(list(range(first, first + len(ranks))), timeout=_MEETING)
                 if s == stage:
                     self._collective = self._together(group, f"{name}-{s}", shared=not cuda and len(set(ranks)) == 1)
             first += len(ranks)
-        if len(nodes) > 1:
-            self._line = Line([len(ranks) for ranks in nodes], stage, rank, "cuda" if cuda else "cpu")
+        if len(machines) > 1:
+            self._line = Line([len(ranks) for ranks in machines], stage, rank, "cuda" if cuda else "cpu")
 
     def _together(self, group: dist.ProcessGroup, name: str, *, shared: bool) -> Collective:
         assert self._settings.parallel
@@ -110,14 +127,13 @@ class Member:
             return collective_on_one_machine(group, name, self._watched)
         return Group(group, self._watched)
 
-    def room(self) -> int:
-        """Return how many blocks of the cache there is memory for here. Raises ValueError where the settings do not fit the model."""
-        self._source = open_model(self._settings.model.path)
-        assert self._settings.parallel
-        architecture = self._source.architecture
-        stages = stages_of(self._settings.parallel, architecture, deepest_exit(self._settings.speculation, architecture.layers))
-        self._piece = stages[self._stage].pieces[self._rank]
-        return blocks_that_fit(self._settings, self._source, self._piece)
+    def room(self, piece: Piece) -> int:
+        """Return how many blocks of the cache there is memory for here. piece: what this member has of the model.
+
+        Raises ValueError where the settings do not fit the model.
+        """
+        self._source, self._piece = open_model(self._settings.model.path), piece
+        return blocks_that_fit(self._settings, self._source, piece)
 
     def load(self, blocks: int) -> Facts:
         """Read the weights and make a cache of so many blocks, the same for all members."""

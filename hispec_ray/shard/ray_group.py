@@ -21,7 +21,7 @@ from hispec_ray.config import Settings
 from hispec_ray.core.plan import Done, LevelCounts, StepPlan, StepResult, Timings
 from hispec_ray.model.weights import ModelSource
 from hispec_ray.shard.executor import ShardsLostError
-from hispec_ray.shard.member import Facts, Member
+from hispec_ray.shard.member import Facts, Member, Seat
 from hispec_ray.shard.placement import reserve
 from hispec_ray.shard.stages import deepest_exit, stages_of
 from hispec_ray.speculation.grammar import Grammars
@@ -89,12 +89,15 @@ class RayExecutor:
                 ).remote(self._settings)
                 for _, _, place in where
             ]
-            nodes = self._all("node", timeout=_START_S)
-            by_stage = [[node for (s, _, _), node in zip(where, nodes, strict=True) if s == stage] for stage in range(len(places))]
+            seats = self._all("seat", timeout=_START_S)
+            order = seated([s for s, _, _ in where], seats)
+            self._members = [self._members[at] for at in order]
+            machines = [[seats[at].machine for at in order if where[at][0] == stage] for stage in range(len(places))]
             address = ray.get(self._members[0].bind.remote(len(self._members)))
             name = uuid.uuid4().hex
-            ray.get([m.join.remote(s, r, address, name, by_stage) for m, (s, r, _) in zip(self._members, where, strict=True)])
-            room = min(self._all("room"))
+            ray.get([m.join.remote(s, r, address, name, machines) for m, (s, r, _) in zip(self._members, where, strict=True)])
+            pieces = [piece for stage in self._stages for piece in stage.pieces]
+            room = min(ray.get([m.room.remote(piece) for m, piece in zip(self._members, pieces, strict=True)]))
             blocks = blocks or room
             return blocks, self._all("load", blocks)
         except RayError as error:
@@ -181,6 +184,15 @@ class RayExecutor:
         if group is not None:
             with contextlib.suppress(RayError):
                 remove_placement_group(group)
+
+
+def seated(stages: Sequence[int], seats: Sequence[Seat]) -> list[int]:
+    """Return the order in which members become ranks: those of a stage by machine and then by the links of their GPUs.
+
+    stages: of each member, ascending; seats: where each runs.
+    """
+    first = {seat.machine: at for at, seat in reversed(list(enumerate(seats)))}  # machines keep their order
+    return sorted(range(len(seats)), key=lambda at: (stages[at], first[seats[at].machine], seats[at].place, at))
 
 
 def merged(results: Sequence[StepResult]) -> StepResult:

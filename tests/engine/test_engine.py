@@ -211,7 +211,7 @@ def test_same_text_of_the_default_model(dtype: str, default_llm: Any) -> None:
     prompts = [reference.encode(text) for text in texts]
     expected = ids(reference, prompts, params)
     assert ids(reference, prompts[1:2], params[1:2]) == expected[1:2]
-    for hierarchy in DEFAULT_HIERARCHIES[1 :: 2 if dtype == "float32" else 1]:
+    for hierarchy in DEFAULT_HIERARCHIES[1::2] if dtype == "float32" else DEFAULT_HIERARCHIES[::2]:
         llm = default_llm(dtype, *hierarchy)
         assert ids(llm, prompts, params) == expected, hierarchy
         assert llm.engine.counts[-1].accepted < llm.engine.counts[-1].seen
@@ -236,11 +236,11 @@ CASES = [  # the OpenAI client cases: stop strings, caps, the end token, split c
     "speculation",
     [
         ("plain",),
-        ("hispec", 28, 29, 1, 4),
         ("hispec", 28, 29, 4, 6),
-        ("hispec", 28, 29, 8, 8),
         ("hispec", 4, 8, 4, 4),
-        ("single", 29, None, 8),
+        pytest.param(("hispec", 28, 29, 1, 4), marks=pytest.mark.slow),
+        pytest.param(("hispec", 28, 29, 8, 8), marks=pytest.mark.slow),
+        pytest.param(("single", 29, None, 8), marks=pytest.mark.slow),
     ],
     ids=str,
 )

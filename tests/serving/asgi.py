@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 import httpx
-from fake_engine import FakeEngine
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.shared import ErrorObject
 
@@ -15,6 +14,7 @@ from hispec_ray.config import Settings
 from hispec_ray.serving.coordinator import Coordinator
 from hispec_ray.serving.document import TextCompletion
 from hispec_ray.serving.ingress import create_app
+from serving.fake_engine import FakeEngine
 
 MODEL = "models/M"
 LIMIT = 10_000

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import strategies as st
-from live import COUNTING, MODEL, QUESTION
+
+from serving.live import COUNTING, MODEL, QUESTION
 
 MOST_BYTES = 4 * 2**20  # of a body; the server's default
 TOKENS = 2  # the most that a generated request may ask for

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from live import MODEL
 from pydantic import BaseModel
+
+from serving.live import MODEL
 
 ANSWER = "The answer is 4."
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 40}

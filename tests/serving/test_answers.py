@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from asgi import HERMES_TEMPLATE, MODEL, TOOL, chat, complete, events
-from fake_engine import FakeEngine
 
 from hispec_ray.serving.answers import usage
+from serving.asgi import HERMES_TEMPLATE, MODEL, TOOL, chat, complete, events
+from serving.fake_engine import FakeEngine
 
 
 def test_a_completion() -> None:

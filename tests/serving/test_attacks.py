@@ -20,9 +20,10 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from bad_requests import Request, bad_requests
 from hypothesis import HealthCheck, Phase, given, settings
-from live import COUNTING, MODEL, ask, pieces, stream, wait_for
+
+from serving.bad_requests import Request, bad_requests
+from serving.live import COUNTING, MODEL, ask, pieces, stream, wait_for
 
 NOBODY = {"running": 0, "waiting": 0, "kv_usage": 0}
 LONGEST_MESSAGE = 1000  # characters
@@ -160,7 +161,7 @@ def check_mix(statuses: Counter[int]) -> None:
 
 
 def test_bad_requests_harm_nobody(server: str) -> None:
-    check_mix(attack(server, 120))
+    check_mix(attack(server, 60))
 
 
 @pytest.mark.slow

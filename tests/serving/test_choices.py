@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_engine import FakeTokenizer, score
 
 from hispec_ray.engine.tools import HERMES, CallPart, ToolUse
 from hispec_ray.request import FinishReason, TokenDelta
 from hispec_ray.serving.answers import ChatAnswer, CompletionAnswer
 from hispec_ray.serving.choices import ChoiceWriter, Speller
 from hispec_ray.serving.wire import Delta, Entry, Spelled, joined
+from serving.fake_engine import FakeTokenizer, score
 
 EMOJI = "🎉"
 

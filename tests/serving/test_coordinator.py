@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_engine import CONTEXT, FakeEngine
 
 from hispec_ray.config import Settings
 from hispec_ray.request import MAX_SEED, EngineDeadError, GenerationRequest, SamplingParams, TokenDelta, choice_seed
@@ -18,6 +17,7 @@ from hispec_ray.serving.coordinator import Coordinator
 from hispec_ray.serving.failures import NOT_READY
 from hispec_ray.serving.rhythm import Rhythm
 from hispec_ray.serving.wire import Delta, Failure, Item, Job, Started
+from serving.fake_engine import CONTEXT, FakeEngine
 
 
 def coordinator(engine: FakeEngine) -> Coordinator:

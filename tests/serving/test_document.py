@@ -7,8 +7,6 @@ import re
 from typing import Any
 
 import pytest
-from asgi import LIMIT, MODEL, send
-from fake_engine import FakeEngine
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +14,8 @@ from hispec_ray.config import Settings
 from hispec_ray.serving.coordinator import Coordinator
 from hispec_ray.serving.ingress import create_app
 from hispec_ray.serving.keys import Keys
+from serving.asgi import LIMIT, MODEL, send
+from serving.fake_engine import FakeEngine
 
 OPERATIONS = [
     ("POST", "/v1/completions"),

@@ -7,10 +7,10 @@ import json
 from typing import Any
 
 import pytest
-from asgi import CHAT, COMPLETION, HERMES_TEMPLATE, LIMIT, TOOL, app, assert_error, chat, complete, raw, send
-from fake_engine import CONTEXT, FakeEngine
 
 from hispec_ray.request import EngineDeadError, FinishReason, GenerationRequest, TokenDelta
+from serving.asgi import CHAT, COMPLETION, HERMES_TEMPLATE, LIMIT, TOOL, app, assert_error, chat, complete, raw, send
+from serving.fake_engine import CONTEXT, FakeEngine
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from live import COUNTING, MODEL, ask
 
 from hispec_ray.model.weights import ModelSource
+from serving.live import COUNTING, MODEL, ask
 
 
 @pytest.mark.slow

@@ -13,8 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-from asgi import CHAT, COMPLETION, LIMIT, MODEL, app, assert_error, raw, send
-from fake_engine import CONTEXT, FakeEngine
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from hispec_ray.config import Settings
@@ -24,6 +22,8 @@ from hispec_ray.serving.coordinator import Coordinator
 from hispec_ray.serving.ingress import RemoteCoordinator, create_app
 from hispec_ray.serving.keys import Keys
 from hispec_ray.serving.wire import Delta, Item, Job, Started
+from serving.asgi import CHAT, COMPLETION, LIMIT, MODEL, app, assert_error, raw, send
+from serving.fake_engine import CONTEXT, FakeEngine
 
 
 class Broken:

@@ -10,8 +10,9 @@ from functools import reduce
 from typing import Any
 
 import pytest
-from clients import ANSWER, CAPITAL, GREEDY, SUM, City
-from live import QUESTION
+
+from serving.clients import ANSWER, CAPITAL, GREEDY, SUM, City
+from serving.live import QUESTION
 
 
 @pytest.fixture(scope="module")

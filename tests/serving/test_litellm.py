@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from clients import ADD, ANSWER, CAPITAL, SUM, City, joined
-from live import COUNTING, MODEL, QUESTION
+
+from serving.clients import ADD, ANSWER, CAPITAL, SUM, City, joined
+from serving.live import COUNTING, MODEL, QUESTION
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from live import COUNTING, MODEL
 
 from hispec_ray.model.weights import ModelSource
+from serving.live import COUNTING, MODEL
 
 QUIZ = [
     {"text": "The capital of France is", "choices": ["London", "Paris", "Rome"], "gold": 1},

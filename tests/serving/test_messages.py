@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from bodies import CHAT, NAMED, NAN, TOOL, chat
 
 from hispec_ray.engine.tools import Tool, ToolUse
 from hispec_ray.grammar import json_object, json_schema
@@ -16,6 +15,7 @@ from hispec_ray.serving.protocol import (
     read_chat,
     read_tokenize,
 )
+from serving.bodies import CHAT, NAMED, NAN, TOOL, chat
 
 CALLED: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 BAD_MESSAGES: list[tuple[str, Any]] = [

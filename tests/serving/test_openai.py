@@ -10,14 +10,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from clients import ADD, ANSWER, CAPITAL, GREEDY, NEXT_SUM, SUM, City, joined
-from fake_engine import FakeEngine
-from live import COUNTING, MODEL, QUESTION, ask
 
 from hispec_ray.config import Settings
 from hispec_ray.serving.coordinator import Coordinator
 from hispec_ray.serving.ingress import create_app
 from hispec_ray.serving.keys import Keys
+from serving.clients import ADD, ANSWER, CAPITAL, GREEDY, NEXT_SUM, SUM, City, joined
+from serving.fake_engine import FakeEngine
+from serving.live import COUNTING, MODEL, QUESTION, ask
 
 
 @pytest.fixture(scope="module")

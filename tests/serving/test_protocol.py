@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from bodies import CHAT, COMPLETION, NAMED, NAN, TOOL, chat, completion
 from pydantic import ValidationError
 
 from hispec_ray.serving.bodies import ChatBody, CompletionBody, DetokenizeBody, ModelBody, TokenizeBody
@@ -18,6 +17,7 @@ from hispec_ray.serving.protocol import (
     read_tokenize,
 )
 from hispec_ray.serving.wire import TokenizeJob
+from serving.bodies import CHAT, COMPLETION, NAMED, NAN, TOOL, chat, completion
 
 BAD_IN_BOTH: list[tuple[str, Any]] = [
     ("temperature", -1), ("temperature", 3), ("temperature", "hot"), ("temperature", NAN), ("temperature", True), ("temperature", []),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pynvml
 import pytest
 
-from hispec_ray.shard.gpus import Gpu, faults, gpus, in_link_order, link_rank
+from hispec_ray.shard.gpus import Gpu, faults, gpus, in_link_order, link_rank, seat_of
+from hispec_ray.shard.member import Seat
+from hispec_ray.shard.ray_group import seated
 
 
 class Nvml:
@@ -170,6 +173,19 @@ def test_paths_are_ordered() -> None:
 )
 def test_neighbours_are_linked_best(links: dict[tuple[int, int], str], count: int, order: list[int]) -> None:
     assert in_link_order(machine(links, count)) == order
+
+
+def test_ranks_sit_by_machine_and_by_link() -> None:
+    pairs = [replace(gpu, uuid=f"GPU-{gpu.index}") for gpu in machine({(0, 2): "NV4", (1, 3): "NV4"}, 4)]
+    places = [seat_of(str(index), pairs) for index in range(4)]
+    assert places == [(0, None), (2, None), (1, None), (3, None)]
+    assert seat_of("9", pairs) == seat_of("", pairs) == (0, None)
+    broken = [replace(pairs[0], lost=True), replace(pairs[1], remap_failed=True), *pairs[2:]]
+    assert [seat_of(str(index), broken)[0] for index in (1, 2, 3)] == [0, 2, 1]
+    assert "to be replaced" in (seat_of("1", broken)[1] or "")
+    mixed = [Seat("b", 3), Seat("a", 1), Seat("b", 0), Seat("a", 0), Seat("a", 2)]
+    assert seated([0, 0, 0, 0, 1], mixed) == [2, 0, 3, 1, 4]
+    assert seated([0, 0, 1], [Seat("a", 0)] * 3) == [0, 1, 2], "on CPUs they stay as they are"
 
 
 def test_indexes_may_have_gaps() -> None:
