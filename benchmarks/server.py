@@ -102,7 +102,7 @@ def running(content: Mapping[str, Any]) -> Iterator[Server]:
                 _await_health(f"{server.url}{application['route_prefix'].rstrip('/')}/health", process, Path(log.name))
             yield server
         finally:
-            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)  # a shell may have had it ignore Ctrl-C
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_S)
             _end_session(process.pid)

@@ -214,9 +214,10 @@ def draw(out: Any, outside: Sequence[float], plain: Mapping[str, Sequence[float]
     left.set_title("Time around the shards' own, a round", loc="left")
     labels = [*(f"{name}\nplain" for name in plain), *(f"{name}\nguesses, {BATCH} texts" for name in guessed)]
     values = [statistics.median(all) for all in (*plain.values(), *guessed.values())]
-    bars = right.bar(labels, values, color=["C0", "C1", "C0", "C2"])
-    right.bar_label(bars, fmt="%.0f")
-    right.set_ylabel("tokens a second")
+    bars = right.barh(labels, values, color=["C0", "C1", "C0", "C2"])
+    right.bar_label(bars, fmt="%.0f", padding=2)
+    right.invert_yaxis()
+    right.set_xlabel("tokens a second")
     right.set_title("One thread a shard against two in one process", loc="left")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import httpx
@@ -32,9 +33,18 @@ def stream(url: str, path: str = "/v1/completions", **fields: Any) -> list[Any]:
     body = {"model": MODEL, "temperature": 0, "stream": True} | fields
     response = httpx.post(f"{url}{path}", json=body, timeout=60)
     assert response.status_code == 200, response.text
-    data = [event.removeprefix("data: ") for event in response.text.split("\n\n") if event]
-    assert data.pop() == "[DONE]"
-    return [json.loads(event) for event in data]
+    return list(events_in(response.text.split("\n\n")))
+
+
+def events_in(lines: Iterable[str]) -> Iterator[Any]:
+    """The events of what a stream says line by line, as they come; one [DONE] must end them."""
+    data = (line.removeprefix("data: ") for line in lines if line)
+    for event in data:
+        if event == "[DONE]":
+            assert next(data, None) is None
+            return
+        yield json.loads(event)
+    raise AssertionError("the stream is cut")
 
 
 def pieces(events: list[Any]) -> list[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from shard.test_ray_group import executor_of, group, leftovers, settings
 
 from hispec_ray import LLM
 from hispec_ray.engine.async_engine import AsyncEngine
+from hispec_ray.request import EngineDeadError
 from hispec_ray.serving.coordinator import Coordinator
 from hispec_ray.serving.ingress import create_app
 
@@ -80,33 +81,44 @@ def test_kills_at_random_under_load(tiny_folder: Path) -> None:
     undisturbed = AsyncEngine(LLM(settings(tiny_folder)).engine)
     expected = asyncio.run(ask_all(undisturbed, numbers))
     undisturbed.close()
-    llm = group(tiny_folder, {"tp": 2, "layers": 4}, {"tp": 1, "layers": 4})
-    executor, dice, kills = executor_of(llm), random.Random(1), 0
-    engine = AsyncEngine(llm.engine)
+    dice, kills, rebuilds = random.Random(1), 0, 0
+    over = threading.Event()
 
-    def kill() -> None:
+    def kill(llm: LLM) -> None:
+        """Mostly once the group has done something, now and then while it is still starting: three such losses in a row are the end."""
         nonlocal kills
-        while kills < KILLS:
-            time.sleep(dice.uniform(0.05, 1.5))
-            members = list(executor._members)
+        while kills < KILLS and not over.wait(dice.uniform(0.05, 1.5)):
+            if llm.engine._losses and dice.random() < 0.8:
+                continue
             try:
-                pid = ray.get(dice.choice(members).alive.remote(), timeout=5)
+                pid = ray.get(dice.choice(executor_of(llm)._members).alive.remote(), timeout=5)
             except (ray.exceptions.RayError, IndexError):  # it is being started anew
                 continue
             os.kill(pid, signal.SIGKILL)
             kills += 1
 
     answers: list[Any] = []
-    killer = threading.Thread(target=kill, daemon=True)
-    killer.start()
-    while killer.is_alive() or not answers:  # the same requests again, until all kills are done
-        answers += asyncio.run(ask_all(engine, numbers))
-    wrong = [n for n, answer in enumerate(answers) if answer != expected[n % REQUESTS] and answer[0] != "error"]
-    errors = sum(answer[0] == "error" for answer in answers if isinstance(answer, tuple))
-    print(f"{len(answers)} answers, {kills} kills, {llm.engine.rebuilds} rebuilds, {errors} errors, {len(wrong)} wrong")
+    while kills < KILLS:  # the same requests again; after an end in a new engine, which Serve would start
+        llm = group(tiny_folder, {"tp": 2, "layers": 4}, {"tp": 1, "layers": 4})
+        engine = AsyncEngine(llm.engine)
+        over.clear()
+        killer = threading.Thread(target=kill, args=(llm,), daemon=True)
+        killer.start()
+        with contextlib.suppress(EngineDeadError):
+            while killer.is_alive():
+                engine.check_health()
+                answers += asyncio.run(ask_all(engine, numbers))
+        over.set()
+        killer.join()
+        rebuilds += llm.engine.rebuilds
+        with contextlib.suppress(EngineDeadError):
+            engine.check_health()
+            assert llm.engine.pool.used == 0
+            llm.engine.scheduler.check_integrity()
+        engine.close()
+    errors = [n for n, answer in enumerate(answers) if isinstance(answer, tuple)]
+    wrong = [n for n, answer in enumerate(answers) if answer != expected[n % REQUESTS] and not isinstance(answer, tuple)]
+    print(f"{len(answers)} answers, {kills} kills, {rebuilds} rebuilds, {len(errors)} errors, {len(wrong)} wrong")
     assert not wrong
-    assert kills == KILLS
-    assert llm.engine.pool.used == 0
-    llm.engine.scheduler.check_integrity()
-    engine.close()
+    assert len(errors) < len(answers) / 2
     assert not leftovers()
