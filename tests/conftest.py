@@ -119,6 +119,9 @@ class SharedExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._plan = plan
 
+    def forget(self) -> None:
+        pass
+
     def check(self) -> None:
         pass
 

@@ -72,6 +72,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def in_flight(self) -> tuple[int, ...]:
+        """The ids of the sequences of plans in flight."""
+        return tuple(self._planned)
+
+    @property
     def has_work(self) -> bool:
         """Whether `schedule` would return a plan."""
         return bool(self._sequences)
@@ -128,10 +133,10 @@ class Scheduler:
         budget = self.max_batch_rows
         running = self._running
         most = -(-min(len(running) + len(self._waiting), self.max_sequences) // lanes)
-        if self.branches and self._scarce(0):
-            for sequence in running:
-                self._drop_spare(sequence)
         idle = [sequence for sequence in running if sequence.id not in self._planned]
+        if self.branches and self._scarce(0):
+            for sequence in idle:  # plans in flight write into all that they were given
+                self._drop_spare(sequence)
         for sequence in idle:
             if len(plans) == most:
                 break
@@ -219,6 +224,8 @@ class Scheduler:
             raise IntegrityError("a sequence's status, blocks or watermark contradict the list it is in")
         if not self._planned.keys() <= {sequence.id for sequence in self._running}:
             raise IntegrityError("a sequence is planned and not running")
+        if any(plan.blocks != self._sequences[id].blocks for id, plan in self._planned.items()):
+            raise IntegrityError("a plan in flight has other blocks than its sequence")
         readers = list(chain.from_iterable(sequence.blocks for sequence in self._running))
         for sequence in self._running:
             for block in sequence.blocks[sequence.full // self.pool.block_size :]:

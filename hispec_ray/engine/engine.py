@@ -22,7 +22,9 @@ from hispec_ray.shard.shard import Shard
 logger = logging.getLogger(__name__)
 
 MOST_LOSSES = 3
-"""Losses of the shards without a step in between after which the engine gives up."""
+"""Losses of the shards without a step in between, or with one request in flight each time and no token of it in between, after which the
+engine gives up.
+"""
 
 
 def _executor(settings: Settings, source: ModelSource, like: Any) -> Executor:
@@ -37,12 +39,15 @@ def _executor(settings: Settings, source: ModelSource, like: Any) -> Executor:
 
 @dataclass(slots=True)
 class _Answer:
-    """What the engine keeps of a request that is not finished. ends: ids that end it."""
+    """What the engine keeps of a request that is not finished. ends: ids that end it. losses: of the shards while it was in flight, since
+    its last token.
+    """
 
     request: GenerationRequest
     sequence: Sequence
     text: TextStream
     ends: frozenset[int]
+    losses: int = 0
 
 
 class Engine:
@@ -218,6 +223,7 @@ class Engine:
             return deltas
         except BaseException:
             self._flying = 0
+            self.executor.forget()
             self.scheduler.forget_plan()
             raise
         for counts, done in zip(self.counts, result.levels, strict=True):
@@ -235,15 +241,21 @@ class Engine:
         return deltas
 
     def _rebuild(self, error: ShardsLostError) -> None:
-        """Start the shards anew. Raises ShardsLostError where they were lost too often in a row."""
+        """Start the shards anew. Raises ShardsLostError where they were lost too often: in a row, or whenever some request is run."""
         self._flying = 0
+        there = [self._answers[id] for id in self.scheduler.in_flight if id in self._answers]
+        for answer in there:
+            answer.losses += 1
+        suspect = max(there, key=lambda answer: answer.losses, default=None)
         self.scheduler.start_over()
         while True:
             self._losses += 1
             self.rebuilds += 1
             logger.error("%s (loss %d in a row of at most %d)", error, self._losses, MOST_LOSSES)
-            if self._losses == MOST_LOSSES:
+            if self._losses >= MOST_LOSSES:
                 raise error
+            if suspect and suspect.losses >= MOST_LOSSES:
+                raise ShardsLostError(f"{error}; request {suspect.request.id} was run each of the last {MOST_LOSSES} times") from error
             try:
                 return self.executor.rebuild()
             except ShardsLostError as again:
@@ -293,6 +305,7 @@ class Engine:
             del self._answers[result.id]
             self._live.remove(answer.request.id)
         tokens = result.tokens[:kept]
+        answer.losses = 0
         self.generated += kept
         self.scheduler.update(result.id, tokens, reason is not None)
         levels = [self.levels[level] for level in result.levels[:kept]]

@@ -59,6 +59,11 @@ class _Entries:
         self._waiting.append(Entry(token, logprob.logprob if logprob else None, top, self._offset))
         self._offset += len(self._characters.decode(token.bytes))
 
+    @property
+    def waiting(self) -> int:
+        """How many are held back."""
+        return len(self._waiting)
+
     def take(self, shown: int, ended: bool) -> tuple[Entry, ...]:
         """Return those whose text is among the first `shown` characters; all, where the text has ended and was not cut."""
         taken = []
@@ -141,11 +146,14 @@ class ChoiceWriter:
         if not self._begun:
             return None
         entries = self._entries.take(self._shown, self._reason is not None and not self._cut) if self._entries else ()
-        if not (self._text or self._tokens or self._reason or entries or self._parts):
+        # A token whose log-probability is held back is not told yet: another coordinator, which knows of none, would choose it again.
+        held = min(self._entries.waiting, self._tokens) if self._entries and self._ids is not None and self._reason is None else 0
+        told = self._tokens - held
+        if not (self._text or told or self._reason or entries or self._parts):
             return None
-        calls, levels = joined_calls(self._parts), tuple(self._levels)
-        delta = Delta(self._number, self._text, self._tokens, self._reason, entries, calls, levels, tuple(self._ids or ()))
-        self._text, self._tokens, self._parts, self._levels = "", 0, [], []
+        calls, levels, ids = joined_calls(self._parts), tuple(self._levels[:told]), tuple((self._ids or ())[:told])
+        delta = Delta(self._number, self._text, told, self._reason, entries, calls, levels, ids)
+        self._text, self._tokens, self._parts, self._levels = "", held, [], self._levels[told:]
         if self._ids:
-            self._ids.clear()
+            del self._ids[:told]
         return delta

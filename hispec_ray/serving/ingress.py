@@ -80,7 +80,10 @@ class RemoteCoordinator:
         written: dict[int, tuple[int, ...]] = {}
         ended: set[int] = set()
         while True:
-            items = self._stream.generate.remote(replace(job, written=written, ended=frozenset(ended)) if started else job)
+            if started:
+                job = replace(job, written=written, ended=frozenset(ended))
+            # an id of its own each time: the replica may be there still, and busy with what it was asked first
+            items = self._stream.generate.remote(replace(job, id=f"{job.id}.{deaths}") if deaths else job)
             handing_on = False
             try:
                 async for item in items:
@@ -99,6 +102,7 @@ class RemoteCoordinator:
                 return
             except REPLICA_GONE as problem:
                 logger.warning("job %s lost its coordinator: %r", job.id, problem)
+                items.cancel()
                 if isinstance(problem, BackPressureError) or deaths == len(WAITS_S):
                     yield NOT_READY
                     return

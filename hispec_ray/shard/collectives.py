@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ class Watched:
 
     def __init__(self) -> None:
         self._since: float | None = None
+        self._queued: deque[tuple[float, Any]] = deque()  # when a GPU was given a collective, and an event behind it
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -39,10 +41,16 @@ class Watched:
         finally:
             self._since = None
 
+    def queue(self, event: Any) -> None:
+        """Take down that a GPU has been given a collective. event: of torch.cuda, recorded behind it, which is not waited for."""
+        self._queued.append((time.monotonic(), event))
+
     def seconds(self) -> float:
-        """Return how long the call that runs now has waited; 0 where none runs."""
-        since = self._since
-        return 0.0 if since is None else time.monotonic() - since
+        """Return how long the call that runs now has waited, or a GPU has not got behind a collective; 0 where there is none."""
+        while self._queued and self._queued[0][1].query():
+            self._queued.popleft()
+        began = [since for since in (self._since, *(since for since, _ in list(self._queued)[:1])) if since is not None]
+        return time.monotonic() - min(began) if began else 0.0
 
 
 class Group:
@@ -53,11 +61,15 @@ class Group:
         self.rank = dist.get_rank(group)
         self._group = group
         self._watched = watched
+        if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group):  # it connects in the first call, for seconds
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+            torch.cuda.synchronize()
 
     def sum(self, rows: torch.Tensor) -> None:
         if rows.device.type == "cuda" or self.size <= 2:  # of two numbers there is one sum
             with self._watched.waiting():
                 dist.all_reduce(rows, group=self._group)
+            self._queued(rows)
             return
         parts = self.gather(rows).float()  # gloo's order of sums depends on where a number stands
         total = parts[0]
@@ -69,7 +81,15 @@ class Group:
         parts = torch.empty(self.size * part.numel(), dtype=part.dtype, device=part.device)
         with self._watched.waiting():
             dist.all_gather_single(parts, part.flatten(), group=self._group)
+        self._queued(parts)
         return parts.view(self.size, *part.shape)
+
+    def _queued(self, rows: torch.Tensor) -> None:
+        """On a GPU the call has only queued the work: what hangs there shows in that the GPU does not get behind it."""
+        if rows.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            self._watched.queue(event)
 
 
 class SharedMemory:
@@ -94,9 +114,11 @@ class SharedMemory:
         finally:
             for key, value in before.items():
                 os.environ.pop(key) if value is None else os.environ.update({key: value})
-        meet()
-        for path in _SHARED.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_hispec_{name}_{rank}"):
-            path.unlink()  # all ranks have it open: with the last of them it is gone, however that ends
+        try:
+            meet()
+        finally:
+            for path in _SHARED.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_hispec_{name}_{rank}"):
+                path.unlink()  # all ranks have it open, or never will: with the last of them it is gone, however that ends
         self._sum = torch.ops.deepspeed.inference_all_reduce_.default
         self._scratch = torch.zeros(_PIECE)
 

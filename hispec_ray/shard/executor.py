@@ -31,6 +31,9 @@ class Executor(Protocol):
     def collect(self) -> StepResult:
         """Wait for the round that began first; one SequenceResult for each sequence of its plan, in its order. Raises ShardsLostError."""
 
+    def forget(self) -> None:
+        """Drop the rounds in flight: something was raised in the middle of one, and nobody will collect them."""
+
     def check(self) -> None:
         """Raise ShardsLostError where a shard has died or does not answer. Called now and then while nothing is in flight."""
 

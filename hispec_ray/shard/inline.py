@@ -28,6 +28,9 @@ class InlineExecutor:
     def collect(self) -> StepResult:
         return self.shard.execute(self._plans.popleft())
 
+    def forget(self) -> None:
+        self._plans.clear()
+
     def check(self) -> None:
         pass
 

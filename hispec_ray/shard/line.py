@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from hispec_ray.core.plan import Tentative
 _NOTE = 1024
 """Bytes of the first message: a note that fits into it needs no second."""
 _LENGTH = 8
+_ROUNDS = 2
+"""In flight at most (`Executor.lanes`): what was sent for an earlier one has been received."""
 
 
 class Line:
@@ -30,24 +33,24 @@ class Line:
         above = range(ranks[stage + 1]) if stage + 1 < len(ranks) else range(0)
         self._above = [starts[stage + 1] + other for other in above if other % ranks[stage] == rank]
         self._device = device
-        self._sending: list[tuple[Any, torch.Tensor]] = []
+        self._sending: deque[list[tuple[Any, torch.Tensor]]] = deque()  # by round, with what is kept until it has been sent
         self.sent_bytes = 0
 
     def send(self, asked: list[Tentative], hidden: torch.Tensor) -> None:
         """Send to the next stage, where there is one, without waiting until it takes it."""
         if not self._above:
             return
-        self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
+        while len(self._sending) >= _ROUNDS:
+            for work, _ in self._sending.popleft():  # received long ago; gloo keeps a send until somebody has waited for it
+                work.wait()
         hidden = hidden.contiguous()
         words = pickle.dumps((asked, tuple(hidden.shape), hidden.dtype))
         note = torch.zeros(max(_NOTE, _LENGTH + len(words)), dtype=torch.uint8)
         note[:_LENGTH] = torch.frombuffer(bytearray(len(words).to_bytes(_LENGTH, "little")), dtype=torch.uint8)
         note[_LENGTH : _LENGTH + len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
         parts = [note[:_NOTE], *([note[_NOTE:]] if len(note) > _NOTE else []), hidden]
-        for other in self._above:
-            for part in parts:
-                self._sending.append((dist.isend(part, other), part))
-                self.sent_bytes += part.nbytes
+        self._sending.append([(dist.isend(part, other), part) for other in self._above for part in parts])
+        self.sent_bytes += len(self._above) * sum(part.nbytes for part in parts)
 
     def receive(self) -> tuple[list[Tentative], torch.Tensor]:
         """Wait for what the stage below sends. Raises RuntimeError where it has gone."""

@@ -107,7 +107,7 @@ class Member:
         cuda = self._settings.model.device == "cuda"
         if len(members) > 1:
             if interface := _interface(self._host):
-                os.environ["GLOO_SOCKET_IFNAME"] = interface
+                os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo", store=self._store, rank=me, world_size=len(members), timeout=_MEETING
             )

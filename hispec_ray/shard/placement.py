@@ -46,13 +46,16 @@ def bundles_of(ranks: Sequence[int], each: Resources, nodes: Sequence[Resources]
     Raises ValueError, with the numbers, where the nodes together cannot hold them.
     """
     left = [dict(node) for node in nodes]
+    homes: dict[int, tuple[bool, list[int | None]]] = {}  # by stage: whether its ranks are bundles of their own, and their nodes
+    for stage in sorted(range(len(ranks)), key=lambda stage: -ranks[stage]):  # those that are hardest to place first
+        count = ranks[stage]
+        node = _take(left, {name: amount * count for name, amount in each.items()})
+        homes[stage] = (node is None, [_take(left, each) for _ in range(count)] if node is None else [node] * count)
     bundles: list[dict[str, float]] = []
     places: list[list[Place]] = []
     for stage, count in enumerate(ranks):
+        apart, on = homes[stage]
         together = {name: amount * count for name, amount in each.items()}
-        node = _take(left, together)
-        apart = node is None
-        on = [_take(left, each) for _ in range(count)] if apart else [node] * count
         if None in on:
             there = "; ".join(_said({name: node.get(name, 0) for name in each}) for node in nodes) or "nothing"
             raise ValueError(
@@ -66,31 +69,42 @@ def bundles_of(ranks: Sequence[int], each: Resources, nodes: Sequence[Resources]
 
 
 def _take(nodes: list[dict[str, float]], wanted: Resources) -> int | None:
-    """Take resources from the first node that has them, and return its number; None where none has."""
-    for number, node in enumerate(nodes):
-        if all(node.get(name, 0) >= amount for name, amount in wanted.items()):
-            for name, amount in wanted.items():
-                node[name] -= amount
-            return number
-    return None
+    """Take resources from the fullest node that has them, the first of equals, and return its number; None where none has."""
+    able = [number for number, node in enumerate(nodes) if all(node.get(name, 0) >= amount for name, amount in wanted.items())]
+    if not able:
+        return None
+    number = min(able, key=lambda number: [nodes[number][name] for name in reversed(list(wanted))])  # GPUs count before CPUs
+    for name, amount in wanted.items():
+        nodes[number][name] -= amount
+    return number
 
 
 def _said(resources: Resources) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
 
 
-def reserve(ranks: Sequence[int], each: Resources, patience_s: float) -> tuple[PlacementGroup, list[list[Place]]]:
+def reserve(
+    ranks: Sequence[int], each: Resources, patience_s: float, *, may_grow: bool = False
+) -> tuple[PlacementGroup, list[list[Place]]]:
     """Reserve room for every rank in the cluster that this process is part of.
 
+    may_grow: whether to wait for nodes too, where those that live have not enough.
     Raises ValueError as `bundles_of`, and where what would be enough is not free within `patience_s`.
     """
-    bundles, places = bundles_of(ranks, each, _living())
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            bundles, places = bundles_of(ranks, each, _living())
+            break
+        except ValueError:
+            if not may_grow or time.monotonic() > deadline:
+                raise
+        time.sleep(_LOOK_S)
     # Ray wants names that nobody in the namespace has: not the group that is being torn down, nor another replica's.
     group = placement_group(bundles, strategy="PACK", name=f"hispec-{uuid.uuid4().hex}")
-    deadline = time.monotonic() + patience_s
     try:
         while not group.wait(_LOOK_S):
-            bundles_of(ranks, each, _living())  # a node may have died: then waiting is in vain
+            bundles_of(ranks, each, _living())  # a node may have died: then waiting is in vain, or other bundles are wanted
             if time.monotonic() > deadline:
                 free = _said({name: ray.available_resources().get(name, 0) for name in each})
                 raise ValueError(
@@ -103,8 +117,15 @@ def reserve(ranks: Sequence[int], each: Resources, patience_s: float) -> tuple[P
 
 
 def _living() -> list[Resources]:
-    """What the nodes that are alive have in all."""
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    """What the nodes that are alive have in all, but for what this process holds itself for as long as it lives."""
+    context = ray.get_runtime_context()
+    mine = context.get_assigned_resources() if context.worker.mode == ray.WORKER_MODE else {}
+    home = context.get_node_id()
+    return [_without(node["Resources"], mine if node["NodeID"] == home else {}) for node in ray.nodes() if node["Alive"]]
+
+
+def _without(node: Resources, taken: Resources) -> Resources:
+    return {name: amount - taken.get(name, 0) for name, amount in node.items()}
 
 
 @contextlib.contextmanager

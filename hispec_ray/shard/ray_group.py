@@ -65,6 +65,7 @@ class RayExecutor:
         self._members: list[Any] = []
         self.lanes = min(2, len(self._stages))  # so that two stages both work
         self._flying: deque[tuple[float, list[Any]]] = deque()  # rounds that have begun: when, and the calls
+        self._left = False  # rounds were dropped in the middle: the members are not in step any more
         self._done: list[Done] = []  # rounds that ended since the last plan
         self.grammars: Grammars = Grammars(source.byte_tokenizer)
         self.blocks, self.facts = self._start(None)
@@ -76,7 +77,8 @@ class RayExecutor:
         threads = self._settings.model.thread_count()
         each = {"CPU": 1, "GPU": 1} if cuda else {"CPU": threads}
         try:
-            self._group, places = reserve([len(stage.pieces) for stage in self._stages], each, _START_S)
+            # whoever has been there once may come back
+            self._group, places = reserve([len(stage.pieces) for stage in self._stages], each, _START_S, may_grow=blocks is not None)
             actor = ray.remote(concurrency_groups={"watch": 1})(self.actor)
             where = [(s, r, place) for s, ranks in enumerate(places) for r, place in enumerate(ranks)]
             self._members = [
@@ -89,17 +91,17 @@ class RayExecutor:
                 ).remote(self._settings)
                 for _, _, place in where
             ]
-            seats = self._all("seat", timeout=_START_S)
+            seats = ray.get([member.seat.remote() for member in self._members], timeout=_START_S)
             order = seated([s for s, _, _ in where], seats)
             self._members = [self._members[at] for at in order]
             machines = [[seats[at].machine for at in order if where[at][0] == stage] for stage in range(len(places))]
-            address = ray.get(self._members[0].bind.remote(len(self._members)))
+            (address,) = self._wait([self._members[0].bind.remote(len(self._members))])
             name = uuid.uuid4().hex
-            ray.get([m.join.remote(s, r, address, name, machines) for m, (s, r, _) in zip(self._members, where, strict=True)])
+            self._wait([m.join.remote(s, r, address, name, machines) for m, (s, r, _) in zip(self._members, where, strict=True)])
             pieces = [piece for stage in self._stages for piece in stage.pieces]
-            room = min(ray.get([m.room.remote(piece) for m, piece in zip(self._members, pieces, strict=True)]))
+            room = min(self._wait([m.room.remote(piece) for m, piece in zip(self._members, pieces, strict=True)]))
             blocks = blocks or room
-            return blocks, self._all("load", blocks)
+            return blocks, self._wait([member.load.remote(blocks) for member in self._members])
         except RayError as error:
             self.close()
             cause = getattr(error, "cause", None)
@@ -110,11 +112,9 @@ class RayExecutor:
             self.close()
             raise
 
-    def _all(self, method: str, *arguments: Any, timeout: float | None = None) -> list[Any]:
-        """What every member returns. Raises RayError, also where it takes longer than the timeout, in seconds."""
-        return list(ray.get([getattr(member, method).remote(*arguments) for member in self._members], timeout=timeout))
-
     def submit(self, plan: StepPlan) -> None:
+        if self._left:
+            raise ShardsLostError("the shards were left in the middle of a round")
         plan = replace(plan, done=tuple(self._done))
         self._done.clear()
         try:
@@ -125,7 +125,10 @@ class RayExecutor:
 
     def collect(self) -> StepResult:
         begun, calls = self._flying.popleft()
-        answers = self._answers(calls)
+        try:
+            answers = self._wait(calls)
+        except RayError as error:
+            raise ShardsLostError(f"a shard is lost: {_one_line(error)}") from error
         results: list[StepResult] = []
         first = 0
         for number, stage in enumerate(self._stages):
@@ -140,15 +143,17 @@ class RayExecutor:
         self._done.append(Done(result.timings, result.verdicts))
         return result
 
-    def _answers(self, calls: list[Any]) -> list[Any]:
-        """Wait for every member's answer. Raises ShardsLostError as soon as one has died, failed, or stopped to answer."""
+    def _wait(self, calls: list[Any]) -> list[Any]:
+        """What members answer. Raises RayError where one has died or failed, and ShardsLostError where any has stopped to answer."""
         while True:
             try:
                 return list(ray.get(calls, timeout=_LOOK_S))
             except GetTimeoutError:
                 self.check()
-            except RayError as error:
-                raise ShardsLostError(f"a shard is lost: {_one_line(error)}") from error
+
+    def forget(self) -> None:
+        self._flying.clear()
+        self._left = True
 
     def check(self) -> None:
         try:
@@ -162,13 +167,14 @@ class RayExecutor:
 
     def sent_bytes(self) -> int:
         """Return how many bytes have gone from stage to stage since the group was started."""
-        return sum(self._all("sent_bytes"))
+        return sum(ray.get([member.sent_bytes.remote() for member in self._members]))
 
     def rebuild(self) -> None:
         started = time.monotonic()
         self.close()
         self._flying.clear()
         self._done.clear()
+        self._left = False
         try:
             self._start(self.blocks)
         except ValueError as error:  # a cluster that has become too small

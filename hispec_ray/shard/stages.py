@@ -33,6 +33,11 @@ def stages_of(parallel: ParallelSettings, architecture: Architecture, check: int
     if sum(layers) != a.layers:
         total = f"{' + '.join(map(str, layers))} = {sum(layers)}" if len(layers) > 1 else layers[0]
         raise ValueError(f"parallel.stages have {total} layers; they must add up to the model's {a.layers}")
+    if len(layers) > 1 and check > a.layers - len(layers) + 1:
+        raise ValueError(
+            f"speculation.exits has its deepest at {check}; drafting and checking never leave the first of {len(layers)} stages "
+            f"(parallel.stages), so it must be from 1 to {a.layers - len(layers) + 1} of the model's {a.layers} layers"
+        )
     if layers[0] < check and len(layers) > 1:
         raise ValueError(
             f"parallel.stages.0.layers is {layers[0]}; drafting and checking never leave the first stage, "

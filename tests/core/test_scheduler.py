@@ -440,6 +440,22 @@ def test_nobody_in_flight_gives_way() -> None:
     scheduler.check_integrity()
 
 
+def test_blocks_of_a_plan_in_flight_stay_its_own_where_blocks_are_scarce() -> None:
+    """Its window's rows may lie in blocks behind the known tokens, which nobody else may be given before they are committed."""
+    scheduler = Scheduler(BlockPool(8, 16, True), 4, 64, 9, 4, branches=1)
+    scheduler.add(Sequence(0, "a", words(15), 100, 0.0, 0))
+    scheduler.add(Sequence(1, "b", words(30, 100), 100, 0.0, 0))
+    for _ in range(8):
+        flying = [plan for _ in range(2) if (plan := scheduler.schedule(2))]
+        scheduler.check_integrity()
+        blocks = [block for plan in flying for part in plan.sequences for block in part.blocks]
+        assert len(blocks) == len(set(blocks))
+        for plan in flying:
+            for part in plan.sequences:
+                scheduler.update(part.id, list(range(part.room + 1)) if part.samples else [], False)
+                scheduler.check_integrity()
+
+
 def test_starting_over_replays_everybody_in_order() -> None:
     sim = simulation(blocks=20, sequences=3)
     requests = [sim.add(words(6, 50 * index), 12) for index in range(4)]

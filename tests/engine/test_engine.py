@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from hispec_ray import LLM, FinishReason, RequestError, SamplingParams
+from hispec_ray.core.plan import StepResult
 from hispec_ray.engine.engine import Engine
 from hispec_ray.request import GenerationRequest, QueueFullError, TokenDelta
+from hispec_ray.shard.executor import ShardsLostError
+from hispec_ray.shard.inline import InlineExecutor
 
 HIERARCHIES: list[tuple[Any, ...]] = [
     ("single", 4, None, 3),
@@ -308,6 +311,51 @@ def test_a_prompt_is_measured_before_its_ids_are_looked_at(engine: Engine) -> No
     for bad in (-1, 300):
         with pytest.raises(RequestError, match=f"token id {bad}; ids must be from 0 to 299"):
             engine.check(request("a", prompt=(5, bad, 6)))
+
+
+class Losing(InlineExecutor):
+    """Shards that are lost whenever a plan brings one of these tokens."""
+
+    def __init__(self, like: InlineExecutor, bad: set[int]) -> None:
+        self.__dict__ = like.__dict__
+        self.bad, self.rebuilt = bad, 0
+
+    def collect(self) -> StepResult:
+        if any(self.bad & set(sequence.tokens) for sequence in self._plans[0].sequences):
+            self._plans.clear()
+            raise ShardsLostError("a shard is lost: for the test")
+        return super().collect()
+
+    def rebuild(self) -> None:
+        self.rebuilt += 1
+
+
+def test_a_request_that_kills_the_shards_whenever_it_is_run_is_the_end(tiny_llm: Any) -> None:
+    """Others get on in between, and so does its own first chunk: the losses are not in a row."""
+    engine: Engine = tiny_llm("float32", "hispec", 5, 7, 4, 6, blocks=60, max_batch_rows=16).engine
+    executor = engine.executor = Losing(engine.executor, {250})
+    engine.add(request("good", max_tokens=100))
+    engine.add(request("bad", prompt=(*range(3, 33), 250), max_tokens=3))
+    with pytest.raises(ShardsLostError, match="request bad was run each of the last 3 times"):
+        drain(engine)
+    assert executor.rebuilt == 2
+
+
+def test_losses_that_a_request_gets_over_are_no_end(tiny_llm: Any) -> None:
+    engine: Engine = tiny_llm("float32", "hispec", 5, 7, 4, 6, blocks=60).engine
+    engine.add(request("a", max_tokens=40))
+    whole = [token for delta in drain(engine)["a"] for token in delta.token_ids]
+    executor = engine.executor = Losing(engine.executor, set())
+    engine.add(request("a", max_tokens=40))
+    found: list[int] = []
+    for _ in range(6):  # lost in every other step, however often
+        found += [token for delta in engine.step() for token in delta.token_ids]
+        executor.bad = set(range(300))
+        assert engine.step() == []
+        executor.bad = set()
+    found += [token for delta in drain(engine)["a"] for token in delta.token_ids]
+    assert (found, engine.rebuilds, executor.rebuilt) == (whole, 6, 6)
+    assert_clean(engine)
 
 
 def test_no_tokens_at_all_is_an_answer(engine: Engine) -> None:

@@ -51,6 +51,18 @@ def taken(choice: ChoiceWriter, *deltas: TokenDelta) -> list[Delta]:
     return found
 
 
+def test_a_token_whose_log_probability_is_held_back_is_told_with_it() -> None:
+    """Another coordinator that goes on behind what was told would not know it."""
+    first, second = taken(writer(ids=True, trace=True), delta("7,", tokens_of("7, 8")), delta(" 8 9", tokens_of(" 9"), FinishReason.LENGTH))
+    assert [part.ids for part in (first, second)] == [tuple(tokens_of("7,")), tuple(tokens_of(" 8 9"))]
+    assert [part.tokens for part in (first, second)] == [2, 4]
+    assert [len(part.entries) for part in (first, second)] == [2, 4]
+    assert [len(part.levels) for part in (first, second)] == [2, 4]
+    half = writer(ids=True)
+    half.add(delta("", tokens_of(EMOJI)[:2]))
+    assert half.take() is None
+
+
 def test_an_entry_goes_with_the_text_that_it_begins() -> None:
     # " 8" is held back until it is known that no stop string follows
     first, second = taken(writer(), delta("7,", tokens_of("7, 8")), delta(" 8 9", tokens_of(" 9"), FinishReason.LENGTH))

@@ -47,6 +47,19 @@ class Broken:
         raise ConnectionError("a secret of the cluster")
 
 
+class Items:
+    """What a call of a Serve handle gives: its items, and a way to cancel it."""
+
+    def __init__(self, items: AsyncGenerator[Item], job: Job) -> None:
+        self.items, self.job, self.cancelled = items, job, False
+
+    def __aiter__(self) -> AsyncGenerator[Item]:
+        return self.items
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
 class Replica(Broken):
     """Such a coordinator behind what looks like its Serve handle."""
 
@@ -55,7 +68,8 @@ class Replica(Broken):
 
     @property
     def generate(self) -> Any:
-        return SimpleNamespace(remote=super().generate)
+        generate = super().generate
+        return SimpleNamespace(remote=lambda job: Items(generate(job), job))
 
     @property
     def tokenize_only(self) -> Any:
@@ -78,13 +92,18 @@ class Dying:
         self.items = [*items, 10**6]
         self.death = death
         self.jobs: list[Job] = []
+        self.calls: list[Items] = []
 
     def options(self, stream: bool) -> Dying:
         return self
 
     @property
     def generate(self) -> Any:
-        return SimpleNamespace(remote=self._generate)
+        return SimpleNamespace(remote=self._call)
+
+    def _call(self, job: Job) -> Items:
+        self.calls.append(Items(self._generate(job), job))
+        return self.calls[-1]
 
     async def _generate(self, job: Job) -> AsyncGenerator[Item]:
         number = len(self.jobs)
@@ -116,6 +135,8 @@ def test_a_stream_goes_on_where_its_replica_died(death: Exception, items: list[i
     assert text_of(RemoteCoordinator(handle)) == text_of(undisturbed)  # type: ignore[arg-type]
     assert len(handle.jobs) == len(items) + 1
     assert all(job.params.seed == 5 for job in handle.jobs)
+    assert len({job.id for job in handle.jobs}) == len(handle.jobs), "one that only could not be reached may be busy with the first still"
+    assert [call.cancelled for call in handle.calls] == [True] * len(items) + [False]
 
 
 def test_a_job_without_a_seed_keeps_the_one_that_was_drawn(no_waits: None) -> None:

@@ -27,6 +27,7 @@ from hispec_ray.serving.ingress import create_app
 REQUESTS = 200
 KILLS = 30
 AT_ONCE = 12
+STAGES = {"tp": 2, "layers": 4}, {"tp": 1, "layers": 4}
 PATIENCE_S = 900
 
 
@@ -58,7 +59,8 @@ def said(response: httpx.Response) -> Any:
     texts: dict[int, str] = {}
     for event in events[:-1]:
         for choice in json.loads(event.removeprefix("data: "))["choices"]:
-            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+            reason = choice["finish_reason"] or ""
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"] + reason
     return texts
 
 
@@ -78,7 +80,7 @@ async def ask_all(engine: AsyncEngine, numbers: range) -> list[Any]:
 @pytest.mark.slow
 def test_kills_at_random_under_load(tiny_folder: Path) -> None:
     numbers = range(REQUESTS)
-    undisturbed = AsyncEngine(LLM(settings(tiny_folder)).engine)
+    undisturbed = AsyncEngine(group(tiny_folder, *STAGES).engine)  # of one process the log-probabilities are rounded elsewhere
     expected = asyncio.run(ask_all(undisturbed, numbers))
     undisturbed.close()
     dice, kills, rebuilds = random.Random(1), 0, 0
@@ -88,7 +90,7 @@ def test_kills_at_random_under_load(tiny_folder: Path) -> None:
         """Mostly once the group has done something, now and then while it is still starting: three such losses in a row are the end."""
         nonlocal kills
         while kills < KILLS and not over.wait(dice.uniform(0.05, 1.5)):
-            if llm.engine._losses and dice.random() < 0.8:
+            if llm.engine._losses and dice.random() < 0.97:  # drawn ten times while it starts
                 continue
             try:
                 pid = ray.get(dice.choice(executor_of(llm)._members).alive.remote(), timeout=5)
@@ -99,7 +101,7 @@ def test_kills_at_random_under_load(tiny_folder: Path) -> None:
 
     answers: list[Any] = []
     while kills < KILLS:  # the same requests again; after an end in a new engine, which Serve would start
-        llm = group(tiny_folder, {"tp": 2, "layers": 4}, {"tp": 1, "layers": 4})
+        llm = group(tiny_folder, *STAGES)
         engine = AsyncEngine(llm.engine)
         over.clear()
         killer = threading.Thread(target=kill, args=(llm,), daemon=True)
@@ -120,5 +122,5 @@ def test_kills_at_random_under_load(tiny_folder: Path) -> None:
     wrong = [n for n, answer in enumerate(answers) if answer != expected[n % REQUESTS] and not isinstance(answer, tuple)]
     print(f"{len(answers)} answers, {kills} kills, {rebuilds} rebuilds, {len(errors)} errors, {len(wrong)} wrong")
     assert not wrong
-    assert len(errors) < len(answers) / 2
+    assert len(errors) < len(answers) / 4
     assert not leftovers()
