@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +60,18 @@ def pids(llm: LLM) -> list[int]:
     return [ray.get(member.alive.remote()) for member in executor_of(llm)._members]
 
 
-def leftovers() -> list[str]:
-    """Members that live, reservations, and shared memory that nobody cleans up: once Ray has had the time to end them."""
+def there() -> set[str]:
+    """Members that live, reservations, and shared memory that nobody cleans up."""
+    running = psutil.Process().children(recursive=True)
+    members = {f"member {process.pid}" for process in running if "ray::Actor" in " ".join(_words(process))}
+    groups = {str(group["name"]) for group in placement_group_table().values() if group["state"] != "REMOVED"}
+    return members | groups | {path.name for path in Path("/dev/shm").glob("deepspeed*")}
 
-    def found() -> list[str]:
-        running = [" ".join(_words(process)) for process in psutil.Process().children(recursive=True)]
-        members = [words for words in running if "ray::Actor" in words]
-        groups = [str(group["name"]) for group in placement_group_table().values() if group["state"] != "REMOVED"]
-        return [*members, *groups, *(path.name for path in Path("/dev/shm").glob("deepspeed*"))]
 
+def leftovers(before: AbstractSet[str] = frozenset()) -> set[str]:
+    """What is there and was not before, once Ray has had the time to end it."""
     deadline = time.monotonic() + 10
-    while (left := found()) and time.monotonic() < deadline:
+    while (left := there() - before) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
 
@@ -101,10 +103,11 @@ def test_the_text_of_one_process(shards: LLM, alone: LLM) -> None:
     "stages", [[{"tp": 2}], [{"tp": 3}], [{"layers": 3}, {"layers": 5}], [{"layers": 4}, {"layers": 2}, {"layers": 2}]], ids=str
 )
 def test_the_text_of_one_process_in_other_layouts(stages: list[dict[str, int]], tiny_folder: Path, alone: LLM) -> None:
+    before = there()
     llm = group(tiny_folder, *stages)
     assert texts(llm) == texts(alone)
     llm.engine.close()
-    assert not leftovers()
+    assert not leftovers(before)
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)], ids=["a rank of the first stage", "the last stage"])
@@ -150,6 +153,7 @@ def test_a_shard_that_hangs_is_noticed_and_replaced(victim: int, shards: LLM, al
 
 @pytest.mark.slow
 def test_three_losses_in_a_row_are_the_end(tiny_folder: Path) -> None:
+    before = there()
     llm = group(tiny_folder, {"tp": 1, "layers": 4}, {"tp": 1, "layers": 4})
     executor = executor_of(llm)
 
@@ -161,7 +165,7 @@ def test_three_losses_in_a_row_are_the_end(tiny_folder: Path) -> None:
         llm.generate(PROMPTS[0], ASKED[0])
     assert llm.engine.rebuilds == 3
     llm.engine.close()
-    assert not leftovers()
+    assert not leftovers(before)
 
 
 @pytest.mark.parametrize(
@@ -184,10 +188,11 @@ def test_layouts_that_cannot_be_are_refused_before_anything_is_read(stages: list
 @pytest.mark.slow
 def test_two_groups_share_a_machine_and_its_memory(tiny_folder: Path, alone: LLM) -> None:
     """By shared memory here: neither reads what the other writes."""
+    before = there()
     one, other = (group(tiny_folder, {"tp": 2}, shared_memory=True, patience_s=60) for _ in range(2))
     asked = SamplingParams(temperature=0, max_tokens=6)
     expected = alone.generate(PROMPTS[0], asked)
     assert one.generate(PROMPTS[0], asked) == other.generate(PROMPTS[0], asked) == expected
     one.engine.close()
     other.engine.close()
-    assert not leftovers()
+    assert not leftovers(before)
