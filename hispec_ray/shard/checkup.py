@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from hispec_ray.config import DEFAULT_MODEL
-from hispec_ray.model.attention import flash_attention_reads_blocks
+from hispec_ray.model.attention import flash_attention_reads_blocks, runs_flash_attention
 from hispec_ray.model.weights import default_model_problem
 from hispec_ray.native.library import NativeUnavailableError, cache_folder, load
 from hispec_ray.shard.collectives import shared_memory_problem
@@ -126,6 +126,8 @@ def _cuda() -> Iterator[Finding]:
         )
     elif not torch.cuda.is_available():
         yield Finding("warning", "CUDA", f"torch (CUDA {torch.version.cuda}) cannot use the GPUs; the driver may be too old for it")
+    elif not runs_flash_attention():
+        yield Finding("warning", "CUDA", "attention gathers blocks row by row, which is slow: what reads blocks runs on Hopper GPUs alone")
     elif flash_attention_reads_blocks():
         yield Finding("ok", "CUDA", "torch sees the GPUs; attention by Flash Attention 3")
     else:

@@ -89,6 +89,24 @@ def test_gpus_are_told_with_memory_links_and_faults(hispec: Run, monkeypatch: py
     assert "install a CUDA build of torch" in found["CUDA"][1]
 
 
+@pytest.mark.parametrize(
+    ("capability", "words"),
+    [
+        ((8, 9), "attention gathers blocks row by row, which is slow: what reads blocks runs on Hopper GPUs alone"),
+        ((9, 0), "attention gathers blocks row by row, which is slow; install Flash Attention 3 (flash_attn_interface)"),
+    ],
+)
+def test_flash_attention_is_advised_where_the_gpu_runs_it(
+    capability: tuple[int, int], words: str, hispec: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(checkup, "this_machine", lambda: Machine("here", 8, GIB, CARDS[:1]))
+    monkeypatch.setattr(checkup.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(checkup.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(checkup.torch.cuda, "get_device_capability", lambda: capability)
+    assert findings(hispec("doctor")[1])["CUDA"] == ("warning", words)
+
+
 def test_nodes_with_other_releases_are_named() -> None:
     one = checkup.Report(Machine("a", 1, GIB), (), {"hispec-ray": "0.1.0", "ray": "2.60.0", "torch": "2.13.0", "transformers": ""})
     other = replace(one, machine=Machine("b", 1, GIB), releases=one.releases | {"torch": "2.12.0"})
