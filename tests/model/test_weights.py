@@ -105,6 +105,17 @@ def test_shapes_follow_the_architecture(family: str, folder: Path) -> None:
     assert source.name == str(folder)
 
 
+def test_a_long_reading_without_a_terminal_is_told_by_tenths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = open_model(str(make_checkpoint(tmp_path, "llama2", num_hidden_layers=12)))
+    source.weights(torch.float32)
+    assert caplog.messages == []
+    monkeypatch.setattr(weights, "_QUIET_S", -1.0)
+    source.weights(torch.float32)
+    assert caplog.messages == [f"reading weights: {percent} % of 0.0 GiB in 0 s" for percent in range(10, 101, 10)]
+
+
 def test_llama_and_qwen3_biases_are_read(tmp_path: Path) -> None:
     a = open_model(str(make_checkpoint(tmp_path / "llama", "smollm", attention_bias=True, mlp_bias=True)))
     assert {"layers.0.qkv.bias", "layers.0.out.bias", "layers.0.up.bias", "layers.0.down.bias"} <= set(a.weights(torch.float32))
