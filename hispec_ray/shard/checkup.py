@@ -110,7 +110,10 @@ def _software(machine: Machine) -> Iterator[Finding]:
         yield Finding("warning", "kernels", f"torch runs the layers on CPUs, several times slower: {error}")
     else:
         yield Finding("ok", "kernels", "the native CPU kernels are built")
-    problem = shared_memory_problem()
+    try:
+        problem = shared_memory_problem()
+    except OSError as error:  # where there is no /dev/shm
+        problem = str(error)
     if problem:
         yield Finding("warning", "collectives", f"ranks on this machine's CPUs add up by gloo, a hundred times slower: {problem}")
     else:

@@ -68,6 +68,18 @@ def test_what_costs_speed_is_a_warning_with_its_reason(hispec: Run, monkeypatch:
     assert "docker run --shm-size=2g" in out
 
 
+def test_without_shared_memory_the_rest_is_told(hispec: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise FileNotFoundError(2, "No such file or directory", "/dev/shm")
+
+    monkeypatch.setattr(checkup, "shared_memory_problem", missing)
+    status, out, _ = hispec("doctor")
+    state, words = findings(out)["collectives"]
+    assert (status, state) == (0, "warning")
+    assert words.endswith("No such file or directory: '/dev/shm'")
+    assert findings(out)["model"][0] == "ok"
+
+
 def test_what_serving_cannot_do_without_is_a_problem(hispec: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
