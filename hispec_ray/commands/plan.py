@@ -13,6 +13,7 @@ import typer
 from hispec_ray.commands.errors import InputError, in_one_line
 from hispec_ray.commands.settings import settings_from
 from hispec_ray.config import DEFAULT_MODEL, Settings
+from hispec_ray.shard.machine import Machine, in_gib
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from hispec_ray.config import ParallelSettings
     from hispec_ray.model.architecture import Architecture
     from hispec_ray.shard.fit import Fit
-    from hispec_ray.shard.machine import Machine
 
 _GIB = 2**30
 _PATIENCE_S = 60.0
@@ -153,9 +153,11 @@ def _on(machines: list[Machine], settings: Settings) -> str:
     nodes = f"{len(machines)} node{'s' * (len(machines) != 1)}"
     if settings.model.device == "cuda":
         cards = [gpu for machine in machines for gpu in machine.gpus]
-        return f"{nodes} with {len(cards)} GPU{'s' * (len(cards) != 1)}, {_said(sum(gpu.free_bytes for gpu in cards))} of their memory free"
+        return (
+            f"{nodes} with {len(cards)} GPU{'s' * (len(cards) != 1)}, {in_gib(sum(gpu.free_bytes for gpu in cards))} of their memory free"
+        )
     cpus = sum(machine.cpus or 0 for machine in machines)
-    return f"{nodes} with {cpus} CPU{'s' * (cpus != 1)}, {_said(sum(machine.memory_bytes for machine in machines))} of memory free"
+    return f"{nodes} with {cpus} CPU{'s' * (cpus != 1)}, {in_gib(sum(machine.memory_bytes for machine in machines))} of memory free"
 
 
 def _table(found: Fit, machines: list[Machine], settings: Settings) -> Table:
@@ -169,10 +171,10 @@ def _table(found: Fit, machines: list[Machine], settings: Settings) -> Table:
     cores = f"{threads} thread{'s' * (threads > 1)}" if threads else "every core"
     for one in found.ranks:
         device = cores if one.gpu is None else f"GPU {one.gpu}"
-        left = Text(_said(one.left_bytes), "red" if one.left_bytes < 0 else "")
+        left = Text(in_gib(one.left_bytes), "red" if one.left_bytes < 0 else "")
         table.add_row(
             str(one.stage), f"{one.layers.start}-{one.layers.stop - 1}", str(one.rank), machines[one.machine].name, device,
-            _said(one.needs.weight_bytes), f"{found.blocks:,}", _said(one.cache_bytes), left,
+            in_gib(one.needs.weight_bytes), f"{found.blocks:,}", in_gib(one.cache_bytes), left,
         )  # fmt: skip
     return table
 
@@ -205,7 +207,7 @@ def _advice(settings: Settings, a: Architecture, found: Fit, better: Fit | None)
         from hispec_ray.model.layout import weight_bytes  # noqa: PLC0415
         from hispec_ray.model.parallel import whole  # noqa: PLC0415
 
-        alone = _said(weight_bytes(a, whole(a), getattr(torch, settings.model.dtype)))
+        alone = in_gib(weight_bytes(a, whole(a), getattr(torch, settings.model.dtype)))
         return f"a larger cluster: the weights alone take {alone}" + ", half of that in bfloat16" * (settings.model.dtype == "float32")
     if found.sequences(found.max_model_len):
         return ""
@@ -216,8 +218,3 @@ def _advice(settings: Settings, a: Architecture, found: Fit, better: Fit | None)
     if given_cache(settings) and all(one.left_bytes + one.cache_bytes >= wanted for one in found.ranks):
         return f"cache.memory_gib: {wanted / _GIB:.2f} (of each process) holds a sequence of {found.max_model_len:,} tokens"
     return f"model.max_model_len: {found.tokens} is what the cache holds; longer requests are refused"
-
-
-def _said(size: float) -> str:
-    """Bytes in GiB, in MiB below one."""
-    return f"{size / 2**20:,.0f} MiB" if abs(size) < _GIB else f"{size / _GIB:,.1f} GiB"

@@ -84,8 +84,20 @@ class SingleRows:
         return out
 
 
+def runs_flash_attention() -> bool:
+    """Return whether this process's GPU is of the one kind that Flash Attention 3 runs on: Hopper, compute capability 9."""
+    return torch.cuda.get_device_capability()[0] == 9
+
+
 def flash_attention_reads_blocks() -> bool:
-    """Switch torch to Flash Attention 3, the one whose kernels read a block table; False, with a warning, where it is not installed."""
+    """Switch torch to Flash Attention 3, the one whose kernels read a block table; False, with a warning, where it cannot be had."""
+    if not runs_flash_attention():  # torch would find out in the first pass
+        logger.warning(
+            "attention on the GPU gathers blocks row by row, which is slow: Flash Attention 3 runs on Hopper alone (compute capability 9), "
+            "and this GPU's is %d.%d",
+            *torch.cuda.get_device_capability(),
+        )
+        return False
     try:
         activate_flash_attention_impl("FA3")
     except (ImportError, RuntimeError, ValueError) as error:

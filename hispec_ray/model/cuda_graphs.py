@@ -53,7 +53,9 @@ class GraphedLayers:
         self, layers: Layers, capture: Capture, *, width: int, table_width: int, spare_block: int, block_size: int, dtype: torch.dtype,
         device: torch.device,
     ) -> None:  # fmt: skip
-        """table_width: most blocks of a sequence. spare_block: that padding rows write to and read, nobody else's."""
+        """table_width: blocks of the longest sequence; more of a pass's tables is not read.
+        spare_block: that padding rows write to and read, nobody else's.
+        """
         self._layers = layers
         self._capture = capture
         self._shape = (width, table_width, dtype, device)
@@ -71,8 +73,9 @@ class GraphedLayers:
         if bucket not in self._static:
             self._static[bucket] = _Static(bucket, *self._shape)
         static = self._static[bucket]
-        tables = torch.full((bucket, rows.tables.shape[1]), self._spare, dtype=torch.int32)
-        tables[:count] = torch.from_numpy(rows.tables[rows.table])
+        lines = rows.tables[rows.table, : static.tables.shape[1]]  # spare blocks may stand beyond the context; no row reads them there
+        tables = torch.full((bucket, lines.shape[1]), self._spare, dtype=torch.int32)
+        tables[:count] = torch.from_numpy(lines)
         positions, slots = torch.zeros(bucket, dtype=torch.int64), torch.full((bucket,), self._spare * self._block_size, dtype=torch.int64)
         positions[:count], slots[torch.from_numpy(rows.slot_rows)] = torch.from_numpy(rows.positions), torch.from_numpy(rows.slots)
         static.hidden[:count].copy_(hidden)

@@ -56,7 +56,8 @@ class TorchDecoder:
         half = self._dtype == torch.bfloat16  # all that the flash kernels take
         self._flash = half and device.type == "cuda" and flash_attention_reads_blocks()
         capture = capture or (capture_cuda if self._flash else None)
-        self._weights = {name: tensor.to(device) for name, tensor in weights.items()}
+        moved = {id(tensor): tensor.to(device) for tensor in weights.values()}  # a tied head is the embedding, there too
+        self._weights = {name: moved[id(tensor)] for name, tensor in weights.items()}
         self._columns = Columns(piece, heads)
         self._exits: dict[int, ExitWeights] = {}
         self.exit_layers = exit_layers(heads, architecture.layers)

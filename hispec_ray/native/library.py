@@ -26,7 +26,7 @@ class NativeUnavailableError(RuntimeError):
 
 
 def cache_folder() -> Path:
-    """Where built kernels and converted models are kept: `$XDG_CACHE_HOME/hispec_ray`, by default under `~/.cache`."""
+    """Where built kernels, converted models and fingerprints are kept: `$XDG_CACHE_HOME/hispec_ray`, by default under `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hispec_ray"
 
 

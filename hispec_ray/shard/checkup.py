@@ -16,12 +16,12 @@ from typing import Literal
 import torch
 
 from hispec_ray.config import DEFAULT_MODEL
-from hispec_ray.model.attention import flash_attention_reads_blocks
+from hispec_ray.model.attention import flash_attention_reads_blocks, runs_flash_attention
 from hispec_ray.model.weights import default_model_problem
 from hispec_ray.native.library import NativeUnavailableError, cache_folder, load
 from hispec_ray.shard.collectives import shared_memory_problem
 from hispec_ray.shard.gpus import Gpu, faults
-from hispec_ray.shard.machine import Machine, this_machine
+from hispec_ray.shard.machine import Machine, in_gib, this_machine
 
 State = Literal["ok", "warning", "problem"]
 _GIB = 2**30
@@ -77,7 +77,7 @@ def _release(name: str) -> str:
 
 def _processor(machine: Machine) -> Iterator[Finding]:
     yield Finding("ok", "processor", f"{machine.cpus} cores for this process, {platform.machine()}")
-    yield Finding("ok", "memory", f"{_said(machine.memory_bytes)} free")
+    yield Finding("ok", "memory", f"{in_gib(machine.memory_bytes)} free")
 
 
 def _gpus(machine: Machine) -> Iterator[Finding]:
@@ -85,7 +85,7 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
         yield Finding("ok", "GPUs", "none that NVML knows of; models run on the CPUs")
     for gpu in machine.gpus:
         fault = faults(gpu)
-        memory = f"{_said(gpu.free_bytes)} of {_said(gpu.memory_bytes)} free" if gpu.memory_bytes else "memory not known"
+        memory = f"{in_gib(gpu.free_bytes)} of {in_gib(gpu.memory_bytes)} free" if gpu.memory_bytes else "memory not known"
         words = fault or f"{gpu.name}, {memory}{_links(gpu)}"
         yield Finding("problem" if fault else "ok", f"GPU {gpu.index}", words)
 
@@ -110,7 +110,10 @@ def _software(machine: Machine) -> Iterator[Finding]:
         yield Finding("warning", "kernels", f"torch runs the layers on CPUs, several times slower: {error}")
     else:
         yield Finding("ok", "kernels", "the native CPU kernels are built")
-    problem = shared_memory_problem()
+    try:
+        problem = shared_memory_problem()
+    except OSError as error:  # where there is no /dev/shm
+        problem = str(error)
     if problem:
         yield Finding("warning", "collectives", f"ranks on this machine's CPUs add up by gloo, a hundred times slower: {problem}")
     else:
@@ -126,6 +129,8 @@ def _cuda() -> Iterator[Finding]:
         )
     elif not torch.cuda.is_available():
         yield Finding("warning", "CUDA", f"torch (CUDA {torch.version.cuda}) cannot use the GPUs; the driver may be too old for it")
+    elif not runs_flash_attention():
+        yield Finding("warning", "CUDA", "attention gathers blocks row by row, which is slow: what reads blocks runs on Hopper GPUs alone")
     elif flash_attention_reads_blocks():
         yield Finding("ok", "CUDA", "torch sees the GPUs; attention by Flash Attention 3")
     else:
@@ -141,7 +146,7 @@ def _folders() -> Iterator[Finding]:
         free = 0
     enough = free >= _GIB
     advice = "" if enough else "; Ray and ranks on CPUs want 1 GiB: in a container, docker run --shm-size=2g"
-    yield Finding("ok" if enough else "warning", "/dev/shm", f"{_said(free)} free{advice}")
+    yield Finding("ok" if enough else "warning", "/dev/shm", f"{in_gib(free)} free{advice}")
     yield _cache()
     problem = default_model_problem()
     words = problem or f"{DEFAULT_MODEL} is installed"
@@ -158,8 +163,4 @@ def _cache() -> Finding:
     except (OSError, RuntimeError) as error:  # RuntimeError where there is no home folder
         return Finding("problem", "cache", f"kernels and converted models cannot be kept ({error}); name another folder in XDG_CACHE_HOME")
     state: State = "ok" if free >= _GIB else "warning"
-    return Finding(state, "cache", f"{_said(free)} free in {folder}" + ("" if state == "ok" else "; a converted model may not find room"))
-
-
-def _said(size: float) -> str:
-    return f"{size / _GIB:,.1f} GiB"
+    return Finding(state, "cache", f"{in_gib(free)} free in {folder}" + ("" if state == "ok" else "; a converted model may not find room"))

@@ -11,7 +11,7 @@ from hispec_ray.config import ParallelSettings, Settings, StageSettings
 from hispec_ray.model.architecture import Architecture
 from hispec_ray.shard.machine import Machine
 from hispec_ray.shard.placement import Place, bundles_of
-from hispec_ray.shard.shard import WORKSPACE_BYTES, Needs, cache_blocks, needs_of, wants_native
+from hispec_ray.shard.shard import WORKSPACE_BYTES, Needs, cache_blocks, needs_of, resources_of_rank, wants_native
 from hispec_ray.shard.stages import Stage, deepest_exit, stages_of
 
 _GIB = 2**30
@@ -77,9 +77,10 @@ def fit(settings: Settings, architecture: Architecture, machines: Sequence[Machi
     stages = stages_of(parallel, a, deepest_exit(settings.speculation, a.layers))
     result = Fit(settings.parallel, (), 0, settings.cache.block_size, longest)
     cuda = settings.model.device == "cuda"
-    each = {"CPU": 1, "GPU": 1} if cuda else {"CPU": settings.model.threads or 1}
     try:
-        _, places = bundles_of([len(stage.pieces) for stage in stages], each, [machine.resources() for machine in machines])
+        _, places = bundles_of(
+            [len(stage.pieces) for stage in stages], resources_of_rank(settings), [machine.resources() for machine in machines]
+        )
     except ValueError as error:
         return replace(result, problem=str(error))
     ranks = _placed(settings, a, stages, places, machines)
@@ -153,9 +154,9 @@ def _layouts(settings: Settings, architecture: Architecture, machines: Sequence[
     """Layouts to try, the smallest first."""
     a = architecture
     check = deepest_exit(settings.speculation, a.layers)
-    device, threads = ("GPU", 1) if settings.model.device == "cuda" else ("CPU", settings.model.threads or 1)
-    devices = max((machine.resources()[device] for machine in machines), default=0)
-    widest = int(min(devices // threads, a.heads, a.intermediate // 2, a.vocabulary))
+    each = resources_of_rank(settings)
+    room = max((min(machine.resources()[name] // count for name, count in each.items()) for machine in machines), default=0)
+    widest = int(min(room, a.heads, a.intermediate // 2, a.vocabulary))
     most = min(_MOST_STAGES, len(machines), a.layers)
     sizes = [(stages * tp, stages, tp) for stages in range(1, most + 1) for tp in range(1, widest + 1)]
     others = settings.parallel.model_dump(exclude={"stages"}) if settings.parallel else {}

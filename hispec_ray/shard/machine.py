@@ -71,6 +71,11 @@ def _fields(path: Path) -> Mapping[str, int]:
     return {name: int(value) for name, value in (line.split() for line in path.read_text().splitlines())}
 
 
+def in_gib(size: float) -> str:
+    """Say bytes in GiB, below one in MiB."""
+    return f"{size / 2**20:,.0f} MiB" if abs(size) < 2**30 else f"{size / 2**30:,.1f} GiB"
+
+
 def described(text: str) -> list[Machine]:
     """Return the nodes that a description like 2x4x80GiB means; see DESCRIPTION. Raises ValueError."""
     machines: list[Machine] = []

@@ -219,6 +219,11 @@ def blocks_that_fit(settings: Settings, source: ModelSource, piece: Piece) -> in
     return cache_blocks(settings, needs_of(settings, source.architecture, piece, native=wants_native(settings)), free)
 
 
+def resources_of_rank(settings: Settings) -> dict[str, float]:
+    """Return what one rank of a group takes of a node, as Ray counts: a GPU and a CPU that drives it, or a CPU for each of its threads."""
+    return {"CPU": 1, "GPU": 1} if settings.model.device == "cuda" else {"CPU": settings.model.threads or 1}
+
+
 @dataclass(frozen=True, slots=True)
 class Needs:
     """What a piece takes in its process's memory, in bytes: its weights with trained exits, and one block of its cache."""

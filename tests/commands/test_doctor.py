@@ -68,6 +68,18 @@ def test_what_costs_speed_is_a_warning_with_its_reason(hispec: Run, monkeypatch:
     assert "docker run --shm-size=2g" in out
 
 
+def test_without_shared_memory_the_rest_is_told(hispec: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise FileNotFoundError(2, "No such file or directory", "/dev/shm")
+
+    monkeypatch.setattr(checkup, "shared_memory_problem", missing)
+    status, out, _ = hispec("doctor")
+    state, words = findings(out)["collectives"]
+    assert (status, state) == (0, "warning")
+    assert words.endswith("No such file or directory: '/dev/shm'")
+    assert findings(out)["model"][0] == "ok"
+
+
 def test_what_serving_cannot_do_without_is_a_problem(hispec: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -87,6 +99,24 @@ def test_gpus_are_told_with_memory_links_and_faults(hispec: Run, monkeypatch: py
     assert found["GPU 1"] == ("problem", "GPU 1 (H100): rows of its memory could not be remapped: it is to be replaced")
     assert found["CUDA"][0] == "warning"
     assert "install a CUDA build of torch" in found["CUDA"][1]
+
+
+@pytest.mark.parametrize(
+    ("capability", "words"),
+    [
+        ((8, 9), "attention gathers blocks row by row, which is slow: what reads blocks runs on Hopper GPUs alone"),
+        ((9, 0), "attention gathers blocks row by row, which is slow; install Flash Attention 3 (flash_attn_interface)"),
+    ],
+)
+def test_flash_attention_is_advised_where_the_gpu_runs_it(
+    capability: tuple[int, int], words: str, hispec: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(checkup, "this_machine", lambda: Machine("here", 8, GIB, CARDS[:1]))
+    monkeypatch.setattr(checkup.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(checkup.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(checkup.torch.cuda, "get_device_capability", lambda: capability)
+    assert findings(hispec("doctor")[1])["CUDA"] == ("warning", words)
 
 
 def test_nodes_with_other_releases_are_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,14 @@ def whole_bytes(a: Architecture) -> int:
     one = Settings.model_validate({"parallel": {"stages": [{}]}}).parallel
     assert one
     return weight_bytes(a, stages_of(one, a, 1)[0].pieces[0], torch.bfloat16)
+
+
+def test_the_large_models_comments_say_what_its_weights_take() -> None:
+    file = ROOT / "deployments" / "hispec-70b.yaml"
+    settings, a = read(file)
+    assert settings.parallel
+    taken = [weight_bytes(a, stage.pieces[0], torch.bfloat16) / GIB for stage in stages_of(settings.parallel, a, 1)]
+    assert [float(said) for said in re.findall(r"- \{layers: .* ([\d.]+) GiB", file.read_text())] == pytest.approx(taken, abs=0.05)
 
 
 def test_each_of_the_large_models_stages_has_a_node() -> None:

@@ -271,6 +271,27 @@ def test_a_row_may_be_written_for_several_branches(tiny_folder: Path, build: Bui
     assert not torch.equal(logits[0], logits[1])
 
 
+@DECODERS
+def test_spare_blocks_may_stand_beyond_the_context(tiny_folder: Path, build: Build) -> None:
+    source = open_model(str(tiny_folder))
+    limit = source.architecture.attention_limit
+    text = Text.random(limit, 300, 1)
+    spare = Text(text.tokens, [*text.table, *({*range(BLOCKS)} - {*text.table})][: len(text.table) + 3])
+    decoder = build(source)
+    run(decoder, [(text, 0, limit - 2)], 8)
+    expected = run(decoder, [(text, limit - 2, limit)], 8)[-1]
+    assert torch.equal(run(decoder, [(spare, limit - 2, limit)], 8)[-1], expected)
+
+
+def test_a_tied_head_is_moved_to_the_device_once(tiny_folder: Path) -> None:
+    source = open_model(str(tiny_folder))
+    assert source.architecture.tied_head
+    shape = {"positions": 16, "blocks": 2, "block_size": SIZE, "device": torch.device("meta")}
+    moved = TorchDecoder(source.architecture, source.weights(torch.float32), choose=choose_torch, **shape)._weights
+    assert moved["embed.weight"].device.type == "meta"
+    assert moved["head.weight"] is moved["embed.weight"]
+
+
 def test_rejected_rows_leave_no_trace(tiny_folder: Path) -> None:
     """Rows that were run for tokens that did not survive are simply written over."""
     source = open_model(str(tiny_folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import sys
@@ -103,6 +104,40 @@ def test_shapes_follow_the_architecture(family: str, folder: Path) -> None:
         assert len(tensors["positions.weight"]) == a.max_positions + a.position_offset
     assert a.eos_token_ids == (2,)
     assert source.name == str(folder)
+
+
+def test_a_long_reading_without_a_terminal_is_told_by_tenths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = open_model(str(make_checkpoint(tmp_path, "llama2", num_hidden_layers=12)))
+    source.weights(torch.float32)
+    assert caplog.messages == []
+    monkeypatch.setattr(weights, "_QUIET_S", -1.0)
+    source.weights(torch.float32)
+    assert caplog.messages == [f"reading weights: {percent} % of 0.0 GiB in 0 s" for percent in range(10, 101, 10)]
+
+
+def test_a_large_models_fingerprint_is_made_once_for_the_same_files(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[Any] = []
+    once = weights._sha256_of
+    monkeypatch.setattr(weights, "_sha256_of", lambda paths: hashed.append(paths) or once(paths))
+    folder = make_checkpoint(tmp_path / "model", "llama2")
+    first = open_model(str(folder)).fingerprint()
+    assert not (cache.parent / "fingerprints").exists()  # a small one is not worth it
+    monkeypatch.setattr(weights, "_KEPT_BYTES", 0)
+    assert [open_model(str(folder)).fingerprint() for _ in range(3)] == [first] * 3
+    assert len(hashed) == 2
+
+    file = folder / "model.safetensors"
+    content, before = bytearray(file.read_bytes()), file.stat()
+    content[-1] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # of the same size and age
+    changed = open_model(str(folder)).fingerprint()
+    assert changed == once([str(file)]) != first
+    (cache.parent / "fingerprints").rename(cache.parent / "gone")
+    (cache.parent / "fingerprints").write_text("no folder")
+    assert open_model(str(folder)).fingerprint() == changed
 
 
 def test_llama_and_qwen3_biases_are_read(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hispec_ray.model.weights import open_model
 from hispec_ray.shard.fit import Fit, fit, smallest
 from hispec_ray.shard.gpus import Gpu
 from hispec_ray.shard.machine import Machine, described
-from hispec_ray.shard.shard import Shard, blocks_that_fit
+from hispec_ray.shard.shard import Shard, blocks_that_fit, resources_of_rank
 from hispec_ray.shard.stages import stages_of
 
 GIB = 2**30
@@ -162,6 +162,14 @@ def test_the_smallest_layout_is_found(name: str, cluster: str, settings: Setting
     if found:
         assert found.problem == ""
         assert found.sequences(found.max_model_len) >= 1
+
+
+@pytest.mark.parametrize(
+    ("model", "takes"),
+    [({"device": "cuda", "threads": 3}, {"CPU": 1, "GPU": 1}), ({"threads": 3}, {"CPU": 3}), ({}, {"CPU": 1})],
+)
+def test_a_rank_takes_a_gpu_or_the_cpus_of_its_threads(model: dict[str, Any], takes: dict[str, float]) -> None:
+    assert resources_of_rank(Settings.model_validate({"model": model})) == takes
 
 
 def test_a_longer_context_takes_more_gpus() -> None:

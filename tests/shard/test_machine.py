@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hispec_ray.shard.gpus import Gpu
-from hispec_ray.shard.machine import Machine, described, free_memory, this_machine
+from hispec_ray.shard.machine import Machine, described, free_memory, in_gib, this_machine
 
 GIB = 2**30
 
@@ -37,6 +37,14 @@ def test_another_description_is_refused_with_the_grammar(text: str) -> None:
 def test_a_description_of_nothing_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"it must have 1 to 1000 nodes of 1 to 64 devices, and memory"):
         described(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(0, "0 MiB"), (300 << 20, "300 MiB"), (GIB, "1.0 GiB"), (-8.06 * GIB, "-8.1 GiB"), (2000 * GIB, "2,000.0 GiB")],
+)
+def test_sizes_are_said_in_gib_or_mib(size: float, words: str) -> None:
+    assert in_gib(size) == words
 
 
 def test_this_machine_is_found() -> None:

@@ -140,8 +140,8 @@ print(json.dumps([before, memory("VmHWM"), sum(tensor.nbytes for tensor in weigh
 
 
 def test_a_rank_reads_its_share_and_no_more(tmp_path: Path) -> None:
-    sizes = {"num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 2816}
-    config = {"model_type": "llama", **sizes, "vocab_size": 8192, "max_position_embeddings": 512, "tie_word_embeddings": False}
+    sizes = {"num_hidden_layers": 10, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 2816}
+    config = {"model_type": "llama", **sizes, "vocab_size": 2048, "max_position_embeddings": 512, "tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(config))
     a = read_architecture(str(tmp_path))
     tensors = {
@@ -153,7 +153,6 @@ def test_a_rank_reads_its_share_and_no_more(tmp_path: Path) -> None:
     assert sum(tensor.nbytes for tensor in tensors.values()) > 200 << 20
     done = subprocess.run([sys.executable, "-c", READ, str(tmp_path)], capture_output=True, text=True, check=True)
     before, peak, read = json.loads(done.stdout)
-    share = weight_bytes(a, piece_of(a, range(8), 2, 0), torch.bfloat16)
+    share = weight_bytes(a, piece_of(a, range(10), 2, 0), torch.bfloat16)
     assert read == share
-    largest = max(tensor.nbytes for tensor in tensors.values())
-    assert share <= peak - before <= 1.1 * share + largest
+    assert share <= peak - before <= 1.1 * share  # one tensor at a time is in memory twice: as in a large model, a small part of it all
