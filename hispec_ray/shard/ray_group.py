@@ -23,6 +23,7 @@ from hispec_ray.model.weights import ModelSource
 from hispec_ray.shard.executor import ShardsLostError
 from hispec_ray.shard.member import Facts, Member, Seat
 from hispec_ray.shard.placement import reserve
+from hispec_ray.shard.shard import resources_of_rank
 from hispec_ray.shard.stages import deepest_exit, stages_of
 from hispec_ray.speculation.grammar import Grammars
 
@@ -73,9 +74,8 @@ class RayExecutor:
 
     def _start(self, blocks: int | None) -> tuple[int, list[Facts]]:
         """Start the group, with a cache of so many blocks or as many as fit; return their number and what each member says of itself."""
-        cuda = self._settings.model.device == "cuda"
         threads = self._settings.model.thread_count()
-        each = {"CPU": 1, "GPU": 1} if cuda else {"CPU": threads}
+        each = resources_of_rank(self._settings)
         try:
             # whoever has been there once may come back
             self._group, places = reserve([len(stage.pieces) for stage in self._stages], each, _START_S, may_grow=blocks is not None)
