@@ -94,7 +94,7 @@ def default_llm(default_source: ModelSource) -> MakeLLM:
         model = {"path": DEFAULT_MODEL, "dtype": dtype, "threads": 1, "max_model_len": 1024}
         settings = settings_of(model, *speculation, **{"blocks": 128, **others})
         with (
-            patch("hispec_ray.engine.engine.open_model", lambda path: default_source),
+            patch("hispec_ray.engine.engine.open_model", lambda path, weights: default_source),
             patch("hispec_ray.engine.engine.InlineExecutor", lambda *_: SharedExecutor(settings, decoders[dtype], grammars)),
         ):
             return LLM(settings)

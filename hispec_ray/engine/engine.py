@@ -60,7 +60,7 @@ class Engine:
     def __init__(self, settings: Settings, like: Engine | None = None) -> None:
         """Load a model, or share the weights of an engine that is `like` this one but for speculation, scheduling and the cache's size."""
         self.settings = settings
-        self.source: ModelSource = like.source if like else open_model(settings.model.path)
+        self.source: ModelSource = like.source if like else open_model(settings.model.path, weights=not settings.parallel)
         architecture = self.source.architecture
         wanted = settings.model.max_model_len
         if wanted and wanted > architecture.attention_limit:

@@ -53,17 +53,18 @@ _BROKEN = (OSError, ValueError, TypeError, RuntimeError, StrictDataclassError, *
 class ModelSource:
     """A checkpoint folder that is known to be of a supported kind. Small: tensors and tokenizer are read when asked for.
 
-    name: the path as it was given, for display.
+    name: the path as it was given, for display. weights: whether they must be there.
     """
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, *, weights: bool = True) -> None:
         self.name = name
         self.folder = folder
         self.config = _read_config(folder / "config.json")
         ends = folder / "generation_config.json"
         generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True) if ends.is_file() else None
         self.architecture = Architecture.from_config(self.config, generation_config)
-        _weight_files(folder)
+        if weights:
+            _weight_files(folder)
         self._tokenizer: Any = None
         self._byte_tokenizer: LLTokenizer | None = None
 
@@ -185,13 +186,14 @@ class _Lines:
             self._tenths = tenths
 
 
-def open_model(path: str) -> ModelSource:
+def open_model(path: str, *, weights: bool = True) -> ModelSource:
     """Find the model that `model.path` names and read its config. Downloads or converts it where that has not been done.
 
+    weights: whether this process reads them; of a Hugging Face id they are not downloaded where it does not.
     Raises ValueError, in one line that names `model.path`, where there is no such model or it is of an unsupported kind.
     """
     try:
-        return ModelSource(path, _find(path))
+        return ModelSource(path, _find(path, weights=weights), weights=weights)
     except _BROKEN as error:
         raise ValueError(f"model.path is {path!r}: {_one_line(error)}") from error
 
@@ -213,7 +215,7 @@ def _find_config(path: str) -> Path:
     if local.is_file() and local.suffix == ".json":
         return local
     if local.exists() or path in (DEFAULT_MODEL, ABACUS_MODEL) or not _HUB_ID.fullmatch(path):
-        return _find(path) / "config.json"
+        return _find(path, weights=False) / "config.json"
     try:
         return Path(hf_hub_download(path, "config.json"))
     except (OSError, ValueError) as error:
@@ -310,7 +312,7 @@ def _weight_files(folder: Path) -> list[Path]:
     raise ValueError(f"{folder} has no weights; model.safetensors or model.safetensors.index.json is needed")
 
 
-def _find(path: str) -> Path:
+def _find(path: str, *, weights: bool) -> Path:
     """The checkpoint folder behind a `model.path`."""
     if path == DEFAULT_MODEL:
         return _converted(_default_gguf, DEFAULT_MODEL, _DEFAULT_SHA256)
@@ -334,12 +336,12 @@ def _find(path: str) -> Path:
         return _converted(lambda: local, local.stem, digest)
     if not _HUB_ID.fullmatch(path):
         raise ValueError(f"there is no such file or folder; it must be {_VALID_PATHS}")
-    return _download(path)
+    return _download(path, weights=weights)
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, *, weights: bool) -> Path:
     """The folder of the hub's snapshot, from the local cache where the hub cannot be reached."""
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+    patterns = ["*.json", "*.jinja", "*.txt", "tokenizer.model", *(["*.safetensors"] if weights else [])]
     try:
         return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except (OSError, ValueError) as error:

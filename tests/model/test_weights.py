@@ -299,6 +299,22 @@ def test_a_wrong_path_says_what_is_valid(tmp_path: Path, monkeypatch: pytest.Mon
     refuse("nobody/no-such-model-here", "as a Hugging Face id it could not be fetched")
 
 
+def test_weights_are_downloaded_only_where_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint(tmp_path, "smollm")
+    (folder / "model.safetensors").unlink()
+    asked: list[list[str]] = []
+
+    def snapshot(hub_id: str, allow_patterns: list[str], **others: Any) -> str:
+        asked.append(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr("hispec_ray.model.weights.snapshot_download", snapshot)
+    assert open_model("somebody/model", weights=False).architecture.layers > 0
+    with pytest.raises(ValueError, match="has no weights"):
+        open_model("somebody/model")
+    assert ["*.safetensors" in patterns for patterns in asked] == [False, True]
+
+
 def refused(path: Path, words: str, *, when_read: bool = False) -> None:
     """Opening `path`, or reading its tensors, must fail with one line that names model.path and matches `words`."""
     source = open_model(str(path)) if when_read else None
