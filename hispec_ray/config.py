@@ -101,7 +101,7 @@ class CacheSettings(Group):
     """Tokens a block holds."""
     blocks: Annotated[int, Field(ge=1, le=2**31)] | None = None
     """Blocks in the pool; as many as memory_gib holds where unset."""
-    memory_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    memory_gib: Annotated[float, Field(gt=0, le=2**20, allow_inf_nan=False)] | None = None
     """Of each process. Where unset 1 on a CPU, and on a GPU nine tenths of what the weights leave free, less 1 for what a pass needs."""
     prefix_caching: bool = True
 

@@ -37,7 +37,10 @@ def in_one_line(stopped: str) -> Iterator[None]:
 
 def in_words(error: ValidationError) -> str:
     """Return what is wrong with settings, in one line: each field, its value, what is valid."""
-    return "; ".join(_one_in_words(detail["type"], detail["loc"], detail) for detail in error.errors(include_url=False))
+    details = error.errors(include_url=False)
+    # a list without its bad entries may be too short besides: that is no second fault
+    outer = {detail["loc"][:length] for detail in details for length in range(len(detail["loc"]))}
+    return "; ".join(_one_in_words(detail["type"], detail["loc"], detail) for detail in details if detail["loc"] not in outer)
 
 
 def _one_in_words(kind: str, location: tuple[int | str, ...], detail: Any) -> str:

@@ -80,7 +80,7 @@ def _stages(stages: str | None, tp: int | None) -> list[dict[str, int]] | None:
         return None if tp is None else [{"tp": tp}]
     if tp is not None:
         raise InputError(f"stages is {stages!r} and tp is {tp}; give one of them: tp is for one stage of all layers")
-    found = [re.fullmatch(r"\s*(\d+):(\d+)\s*", stage) for stage in stages.split(",")]
+    found = [re.fullmatch(r"\s*([0-9]{1,9}):([0-9]{1,9})\s*", stage) for stage in stages.split(",")]
     if not all(found):
         raise InputError(f"stages is {stages!r}; it must be LAYERS:TP for each stage with commas between them, for example 20:4,60:4")
     return [{"layers": int(stage[1]), "tp": int(stage[2])} for stage in found if stage]

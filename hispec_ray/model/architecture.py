@@ -190,7 +190,10 @@ def _check_common(config: Any) -> None:
     for name in sizes if config.model_type == "opt" else [*sizes, "num_key_value_heads", "intermediate_size"]:
         if not isinstance(getattr(config, name), int) or getattr(config, name) < 1:
             _refuse(name, getattr(config, name), "a whole number from 1")
-    if getattr(config, "head_dim", None) is None and config.hidden_size % config.num_attention_heads:
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is not None and (not isinstance(head_dim, int) or head_dim < 1):
+        _refuse("head_dim", head_dim, "a whole number from 1, or none")
+    if head_dim is None and config.hidden_size % config.num_attention_heads:
         _refuse("num_attention_heads", config.num_attention_heads, f"a divisor of hidden_size ({config.hidden_size})")
 
 

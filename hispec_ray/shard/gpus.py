@@ -135,6 +135,8 @@ def in_link_order(machine: Sequence[Gpu]) -> list[int]:
     Greedy from each GPU in turn (go on to the best linked one that is left), and of those orders the best: not always the best there is.
     Ties go to the lowest index.
     """
+    if not any(gpu.links for gpu in machine):
+        return [gpu.index for gpu in machine]
     best: list[int] = []
     for first in machine:
         order, left = [first], {gpu.index: gpu for gpu in machine if gpu is not first}

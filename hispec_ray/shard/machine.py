@@ -13,7 +13,10 @@ from hispec_ray.shard.gpus import Gpu, faults, gpus, in_link_order
 
 DESCRIPTION = "NODESxGPUSxMEMORY with the memory of each GPU, 2x4x80GiB, or NODESxCPUScpuxMEMORY with that of each node, 3x2cpux16GiB"
 """How a cluster is described; several kinds of nodes stand side by side with a + between them."""
-_KIND = re.compile(r"(?P<nodes>\d+)x(?P<devices>\d+)(?P<cpu>cpu)?x(?P<memory>\d+(\.\d+)?)(?P<unit>[MGT]i?B)", re.IGNORECASE)
+_NUMBER = r"[0-9]{1,9}"
+_KIND = re.compile(
+    rf"(?P<nodes>{_NUMBER})x(?P<devices>{_NUMBER})(?P<cpu>cpu)?x(?P<memory>{_NUMBER}(\.{_NUMBER})?)(?P<unit>[MGT]i?B)", re.IGNORECASE
+)
 _UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _CGROUP = Path("/sys/fs/cgroup")
 _MOST_NODES, _MOST_DEVICES = 1000, 64
@@ -35,7 +38,7 @@ class Machine:
 
     def resources(self) -> dict[str, float]:
         """Return what Ray counts: CPU and GPU."""
-        cards = len(self.usable_gpus())
+        cards = sum(not gpu.lost for gpu in self.gpus)
         return {"CPU": cards if self.cpus is None else self.cpus, "GPU": cards}
 
     def usable_gpus(self) -> list[Gpu]:

@@ -184,7 +184,8 @@ def _machine(node: Node, found: Machine | str) -> Machine:
     cpus, cards = int(node.resources.get("CPU", 0)), int(node.resources.get("GPU", 0))
     if isinstance(found, str):
         return Machine(node.name, cpus, 0, problem=found)
-    return Machine(node.name, cpus, found.memory_bytes, found.gpus[:cards])
+    there, lost = ([gpu for gpu in found.gpus if gpu.lost == is_lost] for is_lost in (False, True))  # Ray counts none that is
+    return Machine(node.name, cpus, found.memory_bytes, (*there[:cards], *lost))
 
 
 def on_each(nodes: Sequence[Node], ask: Callable[[], T], patience_s: float) -> list[T | str]:

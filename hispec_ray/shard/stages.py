@@ -41,7 +41,7 @@ def stages_of(parallel: ParallelSettings, architecture: Architecture, check: int
     if layers[0] < check and len(layers) > 1:
         raise ValueError(
             f"parallel.stages.0.layers is {layers[0]}; drafting and checking never leave the first stage, "
-            f"so it must be from {check} (the check exit) to {a.layers - len(layers) + 1}"
+            f"so it must be from {check} (the deepest exit) to {a.layers - len(layers) + 1}"
         )
     for number, stage in enumerate(asked):
         check_ranks(a, stage.tp, f"parallel.stages.{number}.tp")

@@ -160,6 +160,8 @@ def test_this_machine_is_planned_for_where_no_other_is_named(hispec: Run, tiny_f
         ),
         (["--stages", "80"], "stages is '80'; it must be LAYERS:TP for each stage with commas between them, for example 20:4,60:4"),
         (["--stages", "0:2"], "parallel.stages.0.layers is 0; it must be greater than or equal to 1"),
+        (["--stages", f"{'9' * 5000}:2"], "stages is '"),
+        (["--tp", "0"], "parallel.stages.0.tp is 0; it must be greater than or equal to 1\n"),
         (["--stages", "80:2", "--tp", "2"], "stages is '80:2' and tp is 2; give one of them"),
         (["--tp", "65"], "parallel.stages.0.tp is 65; it must be from 1 to 64 for this model"),
         (["--cluster", "two"], "cluster is 'two'; it must be NODESxGPUSxMEMORY"),

@@ -27,7 +27,10 @@ def test_a_described_cluster_has_what_it_says() -> None:
     assert described("1x1x0.5GiB")[0].gpus[0].free_bytes == GIB // 2
 
 
-@pytest.mark.parametrize("text", ["", "2x4", "2x4x80", "2x4x80GiB+", "-1x4x80GiB", "2x4gpux80GiB", "2x4x80 gibberish", "1.5x2x3GiB"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "2x4", "2x4x80", "2x4x80GiB+", "-1x4x80GiB", "2x4gpux80GiB", "2x4x80 gibberish", "1.5x2x3GiB", "２x４x80GiB", f"1x1x{9**99}GiB"],
+)
 def test_another_description_is_refused_with_the_grammar(text: str) -> None:
     with pytest.raises(ValueError, match=r"^cluster is '.*'; it must be NODESxGPUSxMEMORY .*2x4x80GiB, or NODESxCPUScpuxMEMORY"):
         described(text)

@@ -172,7 +172,7 @@ def test_three_losses_in_a_row_are_the_end(tiny_folder: Path) -> None:
     ("stages", "message"),
     [
         ([{"tp": 7}], "parallel.stages.0.tp is 7; it must be from 1 to 6 for this model of 6 query heads"),
-        ([{"layers": 2}, {"layers": 6}], r"parallel.stages.0.layers is 2; .* it must be from 3 \(the check exit\) to 7"),
+        ([{"layers": 2}, {"layers": 6}], r"parallel.stages.0.layers is 2; .* it must be from 3 \(the deepest exit\) to 7"),
         ([{"layers": 4}, {"layers": 5}], r"parallel.stages have 4 \+ 5 = 9 layers; they must add up to the model's 8"),
         ([{"layers": 9}], "parallel.stages have 9 layers; they must add up to the model's 8"),
         ([{"layers": 4}, {}], "parallel.stages.1.layers is missing"),

@@ -156,3 +156,8 @@ def test_a_rank_reads_its_share_and_no_more(tmp_path: Path) -> None:
     share = weight_bytes(a, piece_of(a, range(10), 2, 0), torch.bfloat16)
     assert read == share
     assert share <= peak - before <= 1.1 * share  # one tensor at a time is in memory twice: as in a large model, a small part of it all
+
+
+def test_an_exit_too_deep_for_several_stages_is_named(a: Architecture) -> None:
+    with pytest.raises(ValueError, match=r"speculation.exits has its deepest at 80; .* it must be from 1 to 79 of the model's 80 layers$"):
+        stages_of(parallel([(40, 1), (40, 1)]), a, 80)
