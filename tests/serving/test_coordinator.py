@@ -228,17 +228,23 @@ def test_many_streams_share_the_events_of_a_second() -> None:
 
 def test_streams_that_wait_for_their_turn_do_not_slow_those_that_run() -> None:
     class Queueing(FakeEngine):
-        """A prompt that begins with w waits for the turn."""
+        """A prompt that begins with w waits for the turn, and behind its first tokens until all such have theirs."""
 
-        turn = asyncio.Event()
+        turn, everybody, begun = asyncio.Event(), asyncio.Event(), 0
 
         async def generate(
             self, requests: Sequence[GenerationRequest], pause: Callable[[], float], whole: bool
         ) -> AsyncIterator[list[TokenDelta]]:
-            if requests[0].prompt_ids[0] == ord("w"):
+            waits = requests[0].prompt_ids[0] == ord("w")
+            if waits:
                 await self.turn.wait()
             async for deltas in super().generate(requests, pause, whole):
                 yield deltas
+                self.begun += waits
+                if self.begun == 20:
+                    self.everybody.set()
+                if waits:
+                    await self.everybody.wait()
 
     engine = Queueing()
     settings = Settings.model_validate({"server": {"stream_interval_ms": 0, "stream_events_per_s": 100}})
@@ -253,7 +259,7 @@ def test_streams_that_wait_for_their_turn_do_not_slow_those_that_run() -> None:
         assert engine.pauses == [0.01] * 3
         engine.turn.set()
         assert await asyncio.gather(*waiting) == [4] * 20
-        assert max(engine.pauses) > 0.1, "those that run share the events of a second"
+        assert max(engine.pauses) == 0.2, "those that run share the events of a second"
 
     asyncio.run(together())
 
