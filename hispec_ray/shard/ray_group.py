@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _START_S = 120.0
 """For resources that are promised but not free yet, such as those of a group that has just been torn down."""
+_LOADING_S = 30.0
+"""For a sign of life while members import, build, meet and read weights, which may keep a process from anything else for a while."""
 _LOOK_S = 1.0
 """How often to ask whether everybody is alive while a round takes its time."""
 
@@ -95,13 +97,15 @@ class RayExecutor:
             order = seated([s for s, _, _ in where], seats)
             self._members = [self._members[at] for at in order]
             machines = [[seats[at].machine for at in order if where[at][0] == stage] for stage in range(len(places))]
-            (address,) = self._wait([self._members[0].bind.remote(len(self._members))])
+            (address,) = self._wait([self._members[0].bind.remote(len(self._members))], _LOADING_S)
             name = uuid.uuid4().hex
-            self._wait([m.join.remote(s, r, address, name, machines) for m, (s, r, _) in zip(self._members, where, strict=True)])
+            self._wait(
+                [m.join.remote(s, r, address, name, machines) for m, (s, r, _) in zip(self._members, where, strict=True)], _LOADING_S
+            )
             pieces = [piece for stage in self._stages for piece in stage.pieces]
-            room = min(self._wait([m.room.remote(piece) for m, piece in zip(self._members, pieces, strict=True)]))
+            room = min(self._wait([m.room.remote(piece) for m, piece in zip(self._members, pieces, strict=True)], _LOADING_S))
             blocks = blocks or room
-            return blocks, self._wait([member.load.remote(blocks) for member in self._members])
+            return blocks, self._wait([member.load.remote(blocks) for member in self._members], _LOADING_S)
         except RayError as error:
             self.close()
             cause = getattr(error, "cause", None)
@@ -126,7 +130,7 @@ class RayExecutor:
     def collect(self) -> StepResult:
         begun, calls = self._flying.popleft()
         try:
-            answers = self._wait(calls)
+            answers = self._wait(calls, self._patience)
         except RayError as error:
             raise ShardsLostError(f"a shard is lost: {_one_line(error)}") from error
         results: list[StepResult] = []
@@ -143,21 +147,24 @@ class RayExecutor:
         self._done.append(Done(result.timings, result.verdicts))
         return result
 
-    def _wait(self, calls: list[Any]) -> list[Any]:
-        """What members answer. Raises RayError where one has died or failed, and ShardsLostError where any has stopped to answer."""
+    def _wait(self, calls: list[Any], patience_s: float) -> list[Any]:
+        """What members answer. Raises RayError where one has died or failed, ShardsLostError where one gives no sign of life that long."""
         while True:
             try:
                 return list(ray.get(calls, timeout=_LOOK_S))
             except GetTimeoutError:
-                self.check()
+                self._check(patience_s)
 
     def forget(self) -> None:
         self._flying.clear()
         self._left = True
 
     def check(self) -> None:
+        self._check(self._patience)
+
+    def _check(self, patience_s: float) -> None:
         try:
-            ray.get([member.alive.remote() for member in self._members], timeout=max(1.0, self._patience - _LOOK_S))
+            ray.get([member.alive.remote() for member in self._members], timeout=max(1.0, patience_s - _LOOK_S))
         except RayError as error:
             raise ShardsLostError(f"a shard does not answer: {_one_line(error)}") from error
 
