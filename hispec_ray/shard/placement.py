@@ -28,13 +28,12 @@ _REACH_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank runs: the bundle of the placement group that it takes its resources from, and the first node that has room for that.
+    """Where a rank runs: the bundle of the placement group that it takes its resources from, and a node that has room for that.
 
     Ray may choose another node with the same room.
     """
 
     bundle: int
-    resources: Resources
     node: int
 
 
@@ -64,7 +63,7 @@ def bundles_of(ranks: Sequence[int], each: Resources, nodes: Sequence[Resources]
             )
         first = len(bundles)
         bundles += [dict(each) for _ in range(count)] if apart else [together]
-        places.append([Place(first + rank if apart else first, each, at) for rank, at in enumerate(on) if at is not None])
+        places.append([Place(first + rank if apart else first, at) for rank, at in enumerate(on) if at is not None])
     return bundles, places
 
 
