@@ -5,13 +5,18 @@
 // One inner loop serves products, attention scores and attention sums: `accumulate`, dot products of up to ROWS
 // rows of floats with the columns of a panel, each summed in order of k in one fp32 accumulator. Weights,
 // keys and values are stored as panels: columns side by side, and for bf16 two steps of k in one 32-bit word,
-// so that a shift and a mask turn one load into two vectors.
+// so that a shift and a mask turn one load into two vectors. Where the processor multiplies pairs of bf16 itself, products
+// with bf16 weights do so (`accumulate_pairs`): their inputs are rounded to bf16 first, and an instruction does four times the work.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 #include "model.h"
 #include "team.h"
@@ -97,6 +102,30 @@ static void panel_rows(int rows, const float* x, int64_t ldx, const W* w, int64_
   }
 }
 
+#ifdef __AVX512BF16__
+constexpr int64_t PAIRS = 16;  // pairs of bf16 of a row that lie side by side, before those of the next row: one address serves all rows
+
+// acc[p][r][:] += sum over k < pairs of x[r][k] . panel p's [k][:], pairs of bf16, in order of k. x: [pairs / PAIRS][R][PAIRS].
+// Panels lie `next` bytes apart.
+template <int P, int R>
+static inline void accumulate_pairs(vec (&acc)[P][R][2], const uint32_t* __restrict x, const char* __restrict w, int64_t next, int64_t pairs, Ahead ahead) {
+  for (int64_t first = 0; first < pairs; first += PAIRS, x += R * PAIRS) {
+    const int64_t steps = std::min(PAIRS, pairs - first);
+#pragma GCC unroll 1
+    for (int64_t k = 0; k < steps; ++k, w += 4 * PANEL, ahead.at += ahead.step)
+      UNROLL for (int p = 0; p < P; ++p) {
+        __builtin_prefetch(ahead.at + p * next);
+        const __m512bh low = (__m512bh)_mm512_loadu_si512(w + p * next), high = (__m512bh)_mm512_loadu_si512(w + p * next + 64);
+        UNROLL for (int r = 0; r < R; ++r) {
+          const __m512bh a = (__m512bh)_mm512_set1_epi32(int(x[r * PAIRS + k]));
+          acc[p][r][0] = (vec)_mm512_dpbf16_ps((__m512)acc[p][r][0], a, low);
+          acc[p][r][1] = (vec)_mm512_dpbf16_ps((__m512)acc[p][r][1], a, high);
+        }
+      }
+  }
+}
+#endif
+
 template <class W>
 static inline Ahead soon(const W* w) { return {reinterpret_cast<const char*>(w) + 2048, 64}; }
 
@@ -163,38 +192,123 @@ static inline void share(int64_t count, int thread, int threads, int64_t& from, 
   from = count * thread / threads, to = count * (thread + 1) / threads;
 }
 
-// One thread's columns of y = x W (+ bias), or y += x W + bias. from, to: whole panels.
+// One thread's columns of y = x W (+ bias), or y += x W + bias.
+struct Target { const Matrix& matrix; float* y; int64_t ldy; bool add; };
+
+// Whether a panel's columns go as they are: all of them, without a bias.
+static inline bool goes_whole(const Matrix& m, int64_t panel) { return (panel + 1) * PANEL <= m.out && !m.bias; }
+
+// Puts a row of a panel's products where it belongs.
+static inline void put_whole(const Target& t, int64_t panel, int64_t row, vec low, vec high) {
+  float* out = t.y + row * t.ldy + panel * PANEL;
+  if (t.add) low += load(out), high += load(out + LANES);
+  store(out, low), store(out + LANES, high);
+}
+
+static __attribute__((noinline)) void put_part(const Target& t, int64_t panel, int64_t row, vec low, vec high) {
+  const Matrix& m = t.matrix;
+  const int64_t column = panel * PANEL, columns = std::min<int64_t>(PANEL, m.out - column);
+  float* out = t.y + row * t.ldy + column;
+  alignas(64) float in[PANEL];
+  store(in, low), store(in + LANES, high);
+  if (m.bias) for (int64_t c = 0; c < columns; ++c) in[c] += m.bias[column + c];
+  if (t.add) for (int64_t c = 0; c < columns; ++c) out[c] += in[c];
+  else std::memcpy(out, in, size_t(columns) * 4);
+}
+
+// What to fetch while rows in so many groups pass a panel: the rest of it, or where it stays, a part of the next one for each group.
+static inline Ahead while_passing(const char* panel, int64_t bytes, int64_t depth, int64_t groups) {
+  return groups == 1 ? soon(panel) : Ahead{panel + bytes, 2 * bytes / depth / groups};
+}
+
+// from, to: whole panels.
 template <class W>
-static void product(const float* x, int64_t ldx, int64_t rows, const Matrix& m, float* y, int64_t ldy, bool add, int64_t from, int64_t to) {
-  const W* panels = static_cast<const W*>(m.panels);
+static void product(const float* x, int64_t ldx, int64_t rows, const Target& t, int64_t from, int64_t to) {
+  const Matrix& m = t.matrix;
+  const int64_t bytes = m.in * PANEL * int64_t(sizeof(W)), step = std::max<int64_t>(ROWS, TILE_FLOATS / m.in / ROWS * ROWS);
   alignas(64) float tile[ROWS * PANEL];
-  int64_t step = std::max<int64_t>(ROWS, TILE_FLOATS / m.in / ROWS * ROWS);
   for (int64_t first = 0; first < rows; first += step) {
     int64_t last = std::min(rows, first + step);
     for (int64_t p = from; p < to; ++p) {
-      int64_t column = p * PANEL, columns = std::min<int64_t>(PANEL, m.out - column);
-      const W* panel = panels + p * m.in * PANEL;
-      const int64_t bytes = m.in * PANEL * int64_t(sizeof(W)), groups = (last - first + ROWS - 1) / ROWS;
-      Ahead ahead = groups == 1 ? soon(panel) : Ahead{reinterpret_cast<const char*>(panel) + bytes, 2 * bytes / m.in / groups};
+      const char* panel = static_cast<const char*>(m.panels) + p * bytes;
+      const bool whole = goes_whole(m, p);
+      Ahead ahead = while_passing(panel, bytes, m.in, (last - first + ROWS - 1) / ROWS);
       for (int64_t r = first, now; r < last; r += now, ahead.at += m.in / 2 * ahead.step) {
         now = next_rows(last - r);
-        panel_rows<ROWS, 2>(int(now), x + r * ldx, ldx, panel, m.in, tile, PANEL, ahead);
-        for (int64_t i = 0; i < now; ++i) {
-          float *out = y + (r + i) * ldy + column, *in = tile + i * PANEL;
-          if (m.bias) for (int64_t c = 0; c < columns; ++c) in[c] += m.bias[column + c];
-          if (add) for (int64_t c = 0; c < columns; ++c) out[c] += in[c];
-          else std::memcpy(out, in, size_t(columns) * 4);
-        }
+        panel_rows<ROWS, 2>(int(now), x + r * ldx, ldx, reinterpret_cast<const W*>(panel), m.in, tile, PANEL, ahead);
+        for (int64_t i = 0; i < now; ++i) (whole ? put_whole : put_part)(t, p, r + i, load(tile + i * PANEL), load(tile + i * PANEL + LANES));
       }
     }
   }
 }
 
+#ifdef __AVX512BF16__
+// Products of P panels side by side with rows r < rows <= R. Few rows take several panels, so that no sum waits for its last step.
+template <int P, int R>
+static void pair_rows(int rows, const uint32_t* x, const Target& t, int64_t panel, int64_t first, Ahead ahead) {
+  if constexpr (R > 0) {
+    if (rows < R) return pair_rows<P, R - 1>(rows, x, t, panel, first, ahead);
+    const int64_t bytes = t.matrix.in * PANEL * 2;
+    vec acc[P][R][2] = {};
+    accumulate_pairs<P, R>(acc, x, static_cast<const char*>(t.matrix.panels) + panel * bytes, bytes, t.matrix.in / 2, ahead);
+    UNROLL for (int p = 0; p < P; ++p) {
+      if (goes_whole(t.matrix, panel + p))
+        UNROLL for (int r = 0; r < R; ++r) put_whole(t, panel + p, first + r, acc[p][r][0], acc[p][r][1]);
+      else
+        UNROLL for (int r = 0; r < R; ++r) put_part(t, panel + p, first + r, acc[p][r][0], acc[p][r][1]);
+    }
+  }
+}
+
+// Rounds a row of `count` floats to bf16, as row `row` of `rows` in `out`, laid out as `accumulate_pairs` reads it.
+static void round_to_pairs(const float* x, int64_t count, int64_t row, int64_t rows, uint32_t* out) {
+  out += row * PAIRS;
+  for (int64_t i = 0; i < count; i += 2 * PAIRS, out += rows * PAIRS) {
+    vec low, high;
+    if (i + 2 * PAIRS <= count) {
+      low = load(x + i), high = load(x + i + LANES);
+    } else {
+      alignas(64) float rest[2 * PAIRS] = {};
+      std::memcpy(rest, x + i, size_t(count - i) * 4);
+      low = load(rest), high = load(rest + LANES);
+    }
+    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+  }
+}
+
+template <>
+void product<bf16>(const float* x, int64_t ldx, int64_t rows, const Target& t, int64_t from, int64_t to) {
+  const int64_t depth = t.matrix.in, bytes = depth * PANEL * 2, step = std::max<int64_t>(ROWS, 2 * TILE_FLOATS / depth / ROWS * ROWS);
+  const int64_t words = (depth / 2 + PAIRS - 1) / PAIRS * PAIRS;  // of a row
+  static thread_local std::vector<uint32_t> pairs;
+  pairs.resize(size_t(std::min(rows, step) * words));
+  for (int64_t first = 0; first < rows; first += step) {
+    const int64_t last = std::min(rows, first + step), groups = (last - first + ROWS - 1) / ROWS;
+    for (int64_t r = first, now; r < last; r += now) {
+      now = next_rows(last - r);
+      for (int64_t i = 0; i < now; ++i) round_to_pairs(x + (r + i) * ldx, depth, i, now, pairs.data() + (r - first) * words);
+    }
+    for (int64_t p = from, wide; p < to; p += wide) {
+      wide = groups > 1 || last - first > 6 ? 1 : last - first > 2 ? 2 : 4;
+      wide = wide <= to - p ? wide : 1;
+      Ahead ahead = while_passing(static_cast<const char*>(t.matrix.panels) + p * bytes, bytes, depth, groups);
+      for (int64_t r = first, now; r < last; r += now, ahead.at += depth / 2 * ahead.step) {
+        now = next_rows(last - r);
+        const uint32_t* in = pairs.data() + (r - first) * words;
+        if (wide == 4) pair_rows<4, 2>(int(now), in, t, p, r, ahead);
+        else if (wide == 2) pair_rows<2, 6>(int(now), in, t, p, r, ahead);
+        else pair_rows<1, ROWS>(int(now), in, t, p, r, ahead);
+      }
+    }
+  }
+}
+#endif
+
 template <class W>
 static void product_shared(const float* x, int64_t ldx, int64_t rows, const Matrix& m, float* y, int64_t ldy, bool add, int thread, int threads) {
   int64_t from, to;
   share((m.out + PANEL - 1) / PANEL, thread, threads, from, to);
-  product<W>(x, ldx, rows, m, y, ldy, add, from, to);
+  product<W>(x, ldx, rows, {m, y, ldy, add}, from, to);
 }
 
 // Rotary embedding of one head, halves paired (Su et al., arXiv 2104.09864, in the layout of Hugging Face).
@@ -303,15 +417,17 @@ static void write_slot(const Model& m, const Layer& layer, int64_t slot, int64_t
   }
 }
 
+static inline vec swiglu(vec gate, vec up) { return gate / (exp_vec(-gate) + 1.0f) * up; }
+
 static void swiglu(float* gate, const float* up, int64_t count, float* out) {  // out = silu(gate) * up
-  for (int64_t i = 0; i < count; i += LANES) {  // the last vector may be short: through a copy, so that every entry meets the same code
-    alignas(64) float a[LANES] = {}, b[LANES] = {};
-    size_t bytes = size_t(std::min<int64_t>(LANES, count - i)) * 4;
-    std::memcpy(a, gate + i, bytes), std::memcpy(b, up + i, bytes);
-    vec g = load(a);
-    store(a, g / (exp_vec(-g) + 1.0f) * load(b));
-    std::memcpy(out + i, a, bytes);
-  }
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) store(out + i, swiglu(load(gate + i), load(up + i)));
+  if (i == count) return;
+  alignas(64) float a[LANES] = {}, b[LANES] = {};  // the last, short vector: through a copy, so that every entry meets the same code
+  const size_t bytes = size_t(count - i) * 4;
+  std::memcpy(a, gate + i, bytes), std::memcpy(b, up + i, bytes);
+  store(a, swiglu(load(a), load(b)));
+  std::memcpy(out + i, a, bytes);
 }
 
 template <class W>
@@ -359,8 +475,8 @@ static void run_layers(const Model& m, const Layer* layers, int64_t count, const
       for (int64_t r = from; r < to; ++r) norm_row(m, layer.mlp_norm, hidden + r * width, normed + r * width);
       meeting.wait();
       share((m.intermediate + PANEL - 1) / PANEL, thread, threads, from, to);
-      product<W>(normed, width, n, layer.up, inner, m.intermediate, false, from, to);
-      if (layer.gate.panels) product<W>(normed, width, n, layer.gate, gates, m.intermediate, false, from, to);
+      product<W>(normed, width, n, {layer.up, inner, m.intermediate, false}, from, to);
+      if (layer.gate.panels) product<W>(normed, width, n, {layer.gate, gates, m.intermediate, false}, from, to);
       int64_t begin = from * PANEL, end = std::min(m.intermediate, to * PANEL);
       for (int64_t r = 0; r < n; ++r) {
         float *up = inner + r * m.intermediate, *gate = gates + r * m.intermediate;
@@ -398,8 +514,8 @@ static void run_network(const Model& m, const ExitNetwork& net, int64_t n, const
     if (!net.gate.panels) return product_shared<W>(normed, width, n, net.up, out, width, true, thread, threads);
     int64_t from, to;
     share((inner + PANEL - 1) / PANEL, thread, threads, from, to);
-    product<W>(normed, width, n, net.up, ups, inner, false, from, to);
-    product<W>(normed, width, n, net.gate, gates, inner, false, from, to);
+    product<W>(normed, width, n, {net.up, ups, inner, false}, from, to);
+    product<W>(normed, width, n, {net.gate, gates, inner, false}, from, to);
     int64_t begin = from * PANEL, end = std::min(inner, to * PANEL);
     for (int64_t r = 0; r < n && begin < end; ++r) swiglu(gates + r * inner + begin, ups + r * inner + begin, end - begin, ups + r * inner + begin);
     meeting.wait();

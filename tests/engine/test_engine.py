@@ -104,7 +104,7 @@ def test_same_text_whatever_the_hierarchy(hierarchy: Sequence[Any], dtype: str, 
 @DTYPES
 @pytest.mark.parametrize("hierarchy", [("plain",), *HIERARCHIES[1:6:2]], ids=str)
 def test_same_text_with_so_few_blocks_that_requests_are_preempted(hierarchy: Sequence[Any], dtype: str, plain: Any, tiny_llm: Any) -> None:
-    llm = tiny_llm(dtype, *hierarchy, blocks=14, max_batch_rows=50)
+    llm = tiny_llm(dtype, *hierarchy, blocks=12, max_batch_rows=50)
     for temperature in (0.0, 0.8):
         before = llm.engine.scheduler.preemptions
         assert ids(llm, prompts_of_mixed_lengths(), params_of(16, temperature)) == plain(dtype, temperature)
