@@ -60,13 +60,14 @@ class SequencePlan:
 class Timings:
     """What a round took, in seconds on the clock of who measured it.
 
-    passes: (number of the cost in the pace, rows, seconds of one, how many of them). asked: what a lookup took to say what it guesses.
+    passes: (number of the cost in the pace, rows, seconds of one, how many of them, in parts too). asked: what a lookup took to say
+        what it guesses.
     """
 
     start: float = 0.0
     end: float = 0.0
     asked: float = 0.0
-    passes: list[tuple[int, int, float, int]] = field(default_factory=list)
+    passes: list[tuple[int, int, float, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +214,8 @@ class DraftStarts:
 
     tokens, positions: int64[N], the token after which to guess and its position; its row has not been run.
     table, tables: int64[N] and [T, B], as in `Rows`. steps: int64[N], most guesses of each, none at 0.
-    homes: int64[N, max(steps)], lines of `held`. temperatures, seeds: of the choice rule.
+    homes: int64[N, max(steps) + 1], lines of `held`: of the rows that guesses are made from, then of the last guess.
+    temperatures, seeds: of the choice rule.
     """
 
     tokens: IntArray

@@ -67,7 +67,7 @@ class Decoder(Protocol):
         """Let the exit at `depth` guess on, token by token, for a batch of sequences.
 
         Each guess runs the row of the token before it through layers [0, depth) and leaves it at its home in `held` `[*, width]`;
-        a copy goes through the exit's own layer where it has one.
+        a copy goes through the exit's own layer where it has one. The last guess's own row is run too: the next level wants it.
         A sequence stops after a guess whose gap (see `Choices`) is smaller than `stop`. The same numbers as passes one by one.
         choose: who chooses, in place of the choice rule alone.
         """
@@ -89,24 +89,34 @@ def draft_by_passes(decoder: Any, choose: ChooseGuess, depth: int, starts: Draft
     seconds: list[list[int]] = [[] for _ in range(count)]
     gaps: list[list[float]] = [[] for _ in range(count)]
     current = starts.tokens.copy()
-    own = decoder.exit_layers.get(depth)
-    still = [s for s in range(count) if starts.steps[s] > 0]
-    while still:
-        lines = np.array(still)
-        made = np.array([len(guesses[s]) for s in still])
-        positions = starts.positions[lines] + made
-        blocks = starts.tables[starts.table[lines], positions // decoder.block_size]
-        slots = blocks * decoder.block_size + positions % decoder.block_size
-        rows = Rows(current[lines], positions, starts.table[lines], starts.tables, slots, np.arange(len(still)))
-        hidden = decoder.run(0, depth, decoder.embed(rows), rows)
-        held[torch.from_numpy(starts.homes[lines, made])] = hidden
-        if own is not None:
-            hidden = decoder.run(own, own + 1, hidden, rows)
-        chosen = choose(decoder.logits(depth, hidden), still, guesses, (positions + 1).tolist(), decoder.vocabulary(depth))
-        for s, guess, second, gap in zip(still, chosen.ids, chosen.seconds, chosen.gaps, strict=True):
+    open_ = guessing = [s for s in range(count) if starts.steps[s] > 0]
+    while open_:
+        hidden = _run_next(decoder, depth, open_, [len(guesses[s]) for s in open_], current, starts, held)
+        positions = [int(starts.positions[s]) + len(guesses[s]) + 1 for s in open_]
+        chosen = choose(decoder.logits(depth, hidden), open_, guesses, positions, decoder.vocabulary(depth))
+        for s, guess, second, gap in zip(open_, chosen.ids, chosen.seconds, chosen.gaps, strict=True):
             guesses[s].append(guess)
             seconds[s].append(second)
             gaps[s].append(gap)
             current[s] = guess
-        still = [s for s in still if len(guesses[s]) < starts.steps[s] and gaps[s][-1] >= stop]
+        open_ = [s for s in open_ if len(guesses[s]) < starts.steps[s] and gaps[s][-1] >= stop]
+    if guessing:
+        _run_next(decoder, depth, guessing, [len(guesses[s]) for s in guessing], current, starts, held)
     return Drafts(guesses, seconds, gaps)
+
+
+def _run_next(
+    decoder: Any, depth: int, sequences: list[int], made: list[int], tokens: IntArray, starts: DraftStarts, held: torch.Tensor
+) -> torch.Tensor:
+    """Run the next row of some sequences, leave it at its home, and return what the exit's head reads of it. made: guesses of each."""
+    lines = np.array(sequences)
+    positions = starts.positions[lines] + made
+    blocks = starts.tables[starts.table[lines], positions // decoder.block_size]
+    slots = blocks * decoder.block_size + positions % decoder.block_size
+    rows = Rows(tokens[lines], positions, starts.table[lines], starts.tables, slots, np.arange(len(sequences)))
+    hidden: torch.Tensor = decoder.run(0, depth, decoder.embed(rows), rows)
+    held[torch.from_numpy(starts.homes[lines, made])] = hidden
+    own = decoder.exit_layers.get(depth)
+    if own is not None:
+        hidden = decoder.run(own, own + 1, hidden, rows)
+    return hidden

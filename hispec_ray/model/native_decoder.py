@@ -353,7 +353,7 @@ class NativeDecoder:
             choose = by_rule(self._choose, starts)
         if choose is not None:
             return draft_by_passes(self, choose, depth, starts, held, stop)
-        count, most = starts.homes.shape
+        count, most = len(starts.homes), starts.homes.shape[1] - 1
         exit, own = self._exits.get(depth, self._full), self.exit_layers.get(depth)
         words = np.empty((2 * count, most), dtype=np.int64)
         gaps = np.empty((count, most), dtype=np.float32)

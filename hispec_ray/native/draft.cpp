@@ -1,5 +1,5 @@
-// A run of guesses at an exit: embed, the layers below, the exit's own layer and head, the choice, again and again, in one call for a batch.
-// The same numbers as the same passes one by one.
+// A run of guesses at an exit: embed, the layers below, the exit's own layer and head, the choice, again and again, in one call for a batch;
+// then the rows of the last guesses. The same numbers as the same passes one by one.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -21,11 +21,12 @@ void hispec_draft(const Model* m, const Embedding* embedding, const Layer* layer
     tokens[size_t(s)] = d->tokens[s];
     if (d->steps[s] > 0) open.push_back(s);
   }
-  std::vector<int64_t> current = tokens;
-  while (!open.empty()) {
-    const int64_t rows = int64_t(open.size());
+  std::vector<int64_t> current = tokens, guessed = open;
+  // Runs the next row of some sequences and leaves it at its home.
+  const auto run = [&](const std::vector<int64_t>& sequences) {
+    const int64_t rows = int64_t(sequences.size());
     for (int64_t r = 0; r < rows; ++r) {
-      const int64_t s = open[size_t(r)], position = d->positions[s] + d->made[s];
+      const int64_t s = sequences[size_t(r)], position = d->positions[s] + d->made[s];
       tokens[size_t(r)] = current[size_t(s)];
       positions[size_t(r)] = position;
       next[size_t(r)] = position + 1;
@@ -39,10 +40,14 @@ void hispec_draft(const Model* m, const Embedding* embedding, const Layer* layer
     hispec_embed(m, embedding, rows, tokens.data(), positions.data(), hidden);
     hispec_run_layers(m, layers, count, &pass, hidden, inner);
     for (int64_t r = 0; r < rows; ++r) {
-      const int64_t s = open[size_t(r)];
-      std::memcpy(d->held + d->homes[s * d->most + d->made[s]] * m->width, hidden + r * m->width, size_t(m->width) * 4);
+      const int64_t s = sequences[size_t(r)];
+      std::memcpy(d->held + d->homes[s * (d->most + 1) + d->made[s]] * m->width, hidden + r * m->width, size_t(m->width) * 4);
     }
     if (own) hispec_run_layers(m, own, 1, &pass, hidden, inner);
+  };
+  while (!open.empty()) {
+    const int64_t rows = int64_t(open.size());
+    run(open);
     hispec_run_exit(m, norm, exit, rows, hidden, inner, logits);
     const Law law = {temperatures.data(), seeds.data(), next.data()};
     const Chosen chosen = {ids.data(), seconds.data(), gaps.data(), nullptr, nullptr};
@@ -57,5 +62,6 @@ void hispec_draft(const Model* m, const Embedding* embedding, const Layer* layer
     }
     open = still;
   }
+  if (!guessed.empty()) run(guessed);
 }
 }

@@ -46,7 +46,7 @@ struct Drafts {
   const int64_t *tokens, *positions, *table, *steps;  // the token to run first, its position, its line in the tables, how many to guess
   const float* temperatures;
   const int64_t* seeds;
-  const int64_t* homes;  // [sequences, most]: the line of `held` where the row that a guess was made from goes
+  const int64_t* homes;  // [sequences, most + 1]: the lines of `held` where the rows go that guesses were made from, and the last guess's own
   float* held;
   float stop;  // a sequence guesses no further after a guess whose gap is smaller
   int64_t *guesses, *seconds;  // [sequences, most]

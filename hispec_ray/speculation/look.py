@@ -28,7 +28,7 @@ class Turn:
     counts: list[LevelCounts]
     timings: Timings = field(default_factory=Timings)
 
-    def timed(self, cost: int, rows: int, seconds: float, times: int = 1) -> None:
+    def timed(self, cost: int, rows: int, seconds: float, times: float = 1) -> None:
         """Note what a pass took, or each of so many. cost: as the pace numbers them: segments, heads, the guess."""
         self.timings.passes.append((cost, rows, seconds, times))
 
@@ -200,6 +200,9 @@ class Looker:
         while segment <= level:
             begun = self._clock()
             unrun = unrun_of(segment, states)
+            if not any(count or start < len(s.tokens) for s, (start, count) in zip(states, unrun, strict=True)):  # by a run of drafts
+                segment, depth = segment + 1, self.cast.levels[segment].depth
+                continue
             last = segment  # segments that run the same rows are run as one
             while last < level and self.cast.levels[last].own is None and unrun_of(last + 1, states) == unrun:
                 last += 1

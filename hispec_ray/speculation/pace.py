@@ -44,6 +44,8 @@ _EXACT = 64
 """Passes of up to so many rows are kept apart by their number; larger ones in buckets, each a quarter wider than the one before."""
 _FORGET = 128
 """Rounds after which choices are made anew, because costs drift, and one round is plain."""
+LAST_ROW = 0.5
+"""What the last row of a run of guesses counts: a guess without head and choice."""
 _MOST_CHOICES = 4096  # that are remembered; each is a batch size and shares to a twentieth
 
 
@@ -215,7 +217,7 @@ class Pace:
         self._plain = self.plain_seconds(batch)
         self._rows.clear()
 
-    def timed(self, cost: Cost, rows: int, seconds: float, times: int = 1) -> None:
+    def timed(self, cost: Cost, rows: int, seconds: float, times: float = 1) -> None:
         """Take note of what a pass of this round took, or each of so many."""
         cost.add(rows, seconds)
         self._told += times * seconds
@@ -339,7 +341,7 @@ class Pace:
             if level > self._bottom:
                 turns *= max(1.0, windows[level] / _series(shares[level - 1], windows[level - 1]))
         if self._drafts:
-            total += turns * (windows[1] * self.guess.of(batch) + self.segments[0].of(batch))
+            total += turns * (windows[1] + LAST_ROW) * self.guess.of(batch)
         return total
 
     def learn(self, begun: Begun, looks: Sequence[Look], timings: Timings) -> None:

@@ -38,7 +38,7 @@ from hispec_ray.speculation.drafters import Drafter, Guess
 from hispec_ray.speculation.grammar import Grammars
 from hispec_ray.speculation.levels import NO_DOUBT, Doubt, Hierarchy, Level, Model
 from hispec_ray.speculation.look import Looker, Turn
-from hispec_ray.speculation.pace import Begun, Look, Pace, Price
+from hispec_ray.speculation.pace import LAST_ROW, Begun, Look, Pace, Price
 from hispec_ray.speculation.shaping import Shaper
 from hispec_ray.speculation.state import RoundState, SequenceState
 
@@ -283,7 +283,7 @@ class Round:
             table=columns[2],
             tables=turn.state.tables,
             steps=columns[3],
-            homes=np.array([[s.home + i] for s, i in zip(states, last, strict=True)]) + np.arange(most),
+            homes=np.array([[s.home + i] for s, i in zip(states, last, strict=True)]) + np.arange(most + 1),
             temperatures=[s.plan.temperature for s in states],
             seeds=[s.plan.seed for s in states],
         )
@@ -297,13 +297,14 @@ class Round:
                 if gap < self._doubt.branch:
                     turn.state.branch(s, len(s.tokens) - 1, second, source)
             s.origins += [source] * len(guesses)
-            s.marks[0] = len(s.tokens) - 1
-            count.rows += len(guesses)
+            s.marks[0] = len(s.tokens)
+            count.rows += len(guesses) + 1
             count.own += len(guesses)
         passes = max(len(guesses) for guesses in drafts.guesses)
         count.passes += passes
-        count.layers += passes * self._looker.layers[0]
-        turn.timed(2 * len(self._cast.levels), len(states), (self._clock() - begun) / passes, passes)
+        count.layers += (passes + 1) * self._looker.layers[0]
+        guesses_long = passes + LAST_ROW
+        turn.timed(2 * len(self._cast.levels), len(states), (self._clock() - begun) / guesses_long, guesses_long)
 
     def _choose_guess(
         self,

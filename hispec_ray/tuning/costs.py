@@ -63,19 +63,20 @@ def measure(llm: LLM, depths: Sequence[int], choose: Choose, *, context: int, ro
         for depth in {*depths, layers}:
             costs.heads.setdefault(depth, Cost()).add(count, _median(repeats, _say, decoder, choose, depth, hidden))
     steps = _STEPS
-    held = decoder.empty_rows(steps)
+    held = decoder.empty_rows(steps + 1)
     starts = DraftStarts(
         tokens=np.array([1]),
         positions=np.array([context]),
         table=np.array([0]),
         tables=table,
         steps=np.array([steps]),
-        homes=np.arange(steps)[None],
+        homes=np.arange(steps + 1)[None],
         temperatures=[0.0],
         seeds=[0],
     )
     for depth in depths:
-        costs.guesses.setdefault(depth, Cost()).add(1, _median(repeats, decoder.draft, depth, starts, held, 0.0) / steps)
+        seconds = _median(repeats, decoder.draft, depth, starts, held, 0.0) - depth * costs.layer.of(1)  # the last one's row is run too
+        costs.guesses.setdefault(depth, Cost()).add(1, max(0.0, seconds) / steps)
     return costs
 
 

@@ -83,10 +83,12 @@ class _Stage:
         seconds: list[int] = []
         gaps: list[float] = []
         token, position = int(starts.tokens[0]), int(starts.positions[0])
-        while len(guesses) < int(starts.steps[0]):
+        while True:
             place = np.array([position])
             row = self.embed(Rows(np.array([token]), place, np.array([0]), starts.tables, place, np.array([0])))
             held[int(starts.homes[0, len(guesses)])] = row[0]
+            if len(guesses) == int(starts.steps[0]) or (gaps and gaps[-1] < stop):
+                break
             self._depth = depth
             chosen = self.choose(row, (), (), ())
             (token,), (second,), (gap,) = chosen.ids, chosen.seconds, chosen.gaps
@@ -94,9 +96,8 @@ class _Stage:
             seconds.append(second)
             gaps.append(gap)
             position += 1
-            if gap < stop:
-                break
-        self.seconds += self.costs.a_pass / 2 + len(guesses) * self.costs.guesses[depth].of(1)
+        last = depth * self.costs.layer.of(1)
+        self.seconds += self.costs.a_pass / 2 + len(guesses) * self.costs.guesses[depth].of(1) + last
         return Drafts([guesses], [seconds], [gaps])
 
     def choose(

@@ -403,7 +403,7 @@ def test_a_run_of_drafts_is_the_passes_one_by_one(
         table=np.arange(3),
         tables=tables,
         steps=steps,
-        homes=np.arange(21).reshape(3, 7)[::-1].copy(),
+        homes=np.arange(24).reshape(3, 8)[::-1].copy(),
         temperatures=[0.0, 1.0, 0.8],
         seeds=[1, 2, 3],
     )
@@ -411,7 +411,7 @@ def test_a_run_of_drafts_is_the_passes_one_by_one(
     for one_by_one in (False, True):
         decoder = native(source, dtype, threads=2, heads=heads)
         run(decoder, [(text, 0, len(text.tokens) - 1) for text in texts], 2, decoder.architecture.layers)
-        held = torch.full((21, source.architecture.width), 7.0)
+        held = torch.full((24, source.architecture.width), 7.0)
         for stop in (0.0, 0.3):
             drafts = (
                 draft_by_passes(decoder, by_rule(choose_native(1), starts), 2, starts, held, stop)

@@ -56,6 +56,7 @@ class FakeModel:
         self._say = say
         self.exit_layers = exit_layers or {}
         self.ran: Counter[int] = Counter()
+        self.drafts = 0  # runs of them
         self._cache: dict[int, dict[int, int]] = {}
         self._contexts: list[tuple[int, ...]] = [()]
         self._numbers: dict[tuple[int, ...], int] = {(): 0}
@@ -103,6 +104,7 @@ class FakeModel:
                     cache.pop(b, None)
 
     def draft(self, depth: int, starts: DraftStarts, held: torch.Tensor, stop: float, choose: ChooseGuess | None = None) -> Drafts:
+        self.drafts += 1
         return draft_by_passes(self, choose or by_rule(choose_torch, starts), depth, starts, held, stop)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from hispec_ray.core.plan import SequencePlan, StepPlan
-from hispec_ray.speculation.pace import ALLOWANCE, Cost, Look, Pace
+from hispec_ray.speculation.pace import ALLOWANCE, LAST_ROW, Cost, Look, Pace
 
 Shares = Callable[[int], Sequence[float]]
 """tokens so far -> for each level, the true probability that it keeps a guess."""
@@ -68,7 +68,7 @@ class Machine:
             while got < window:
                 if level == bottom:
                     got += window
-                    passes[i] += [("guess", 0, 1)] * (window if self.drafts else 0)
+                    passes[i] += [("guess", 0, 1)] * window + [("last row", 0, 1)] if self.drafts else []
                 else:
                     got += advance(i, level - 1, window - got)
             passes[i] += [("segment", segment, got + 1) for segment in range(level + 1) if segment == level or got == 0]
@@ -88,9 +88,10 @@ class Machine:
                     what, level, rows = mine[place]
                     together[what, level] = together.get((what, level), 0) + rows
             for (what, level), rows in together.items():
-                seconds = 0.01 if what == "head" else self.cost(level, rows)
-                pace.timed({"guess": pace.guess, "segment": pace.segments[level], "head": pace.heads[level]}[what], rows, seconds)
-                self.clock += seconds
+                seconds, times = 0.01 if what == "head" else self.cost(level, rows), LAST_ROW if what == "last row" else 1
+                costs = {"guess": pace.guess, "last row": pace.guess, "segment": pace.segments[level], "head": pace.heads[level]}
+                pace.timed(costs[what], rows, seconds, times)
+                self.clock += times * seconds
         self.clock += self.inside
         looks = [Look(part.id, tokens[i], 0, seen[i], kept[i]) for i, part in enumerate(plans) if windows[i][-1]]
         pace.end(begun, looks, start, self.clock)
