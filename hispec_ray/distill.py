@@ -16,7 +16,10 @@ from hispec_ray.llm import LLM
 from hispec_ray.request import RequestError, SamplingParams
 from hispec_ray.training.reading import read_records
 
-BATCH = 16
+BATCH = 128
+"""Answers that are asked for and written down together."""
+AT_ONCE = 48
+"""Of these, those that are decoded side by side."""
 
 
 @dataclass(frozen=True, slots=True)

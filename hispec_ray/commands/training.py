@@ -84,13 +84,13 @@ def distill(
     """Let the model answer PROMPTS, as text for its exits to learn from: --data of train-exits."""
     given = {"path": model, "dtype": dtype, "device": device, "threads": threads}
     with in_one_line(f"stopped; the same command goes on after the answers in {out}"):
+        from hispec_ray.distill import AT_ONCE, Wish, distill, read_prompts  # noqa: PLC0415  torch takes seconds
+
+        tree = {"speculation": {"method": "plain"}, "scheduler": {"max_sequences": AT_ONCE}}
         try:
-            settings = Settings.model_validate(
-                {"model": {name: value for name, value in given.items() if value is not None}, "speculation": {"method": "plain"}}
-            )
+            settings = Settings.model_validate({"model": {name: value for name, value in given.items() if value is not None}, **tree})
         except ValidationError as error:
             raise InputError(in_words(error)) from None
-        from hispec_ray.distill import Wish, distill, read_prompts  # noqa: PLC0415  torch takes seconds
         from hispec_ray.llm import LLM  # noqa: PLC0415
 
         llm = LLM(settings)

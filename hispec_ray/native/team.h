@@ -1,6 +1,7 @@
 // The threads that share a pass: made once, they wait by spinning, then by giving their core away at every turn, and
 // sleep when nothing comes for a while. Between two passes of a running decoder they stay awake on their own cores:
-// a thread that sleeps is often woken on its waker's core, and then both take turns on one.
+// a thread that sleeps is often woken on its waker's core, and then both take turns on one, for seconds. So a thread that
+// finds another of its team on its core moves to a free one.
 #pragma once
 #include <sched.h>
 #include <unistd.h>
@@ -14,9 +15,11 @@
 #include <mutex>
 #include <thread>
 #include <utility>
+#include <vector>
 
 constexpr int SPINS = 4000;                                // some microseconds
 constexpr std::chrono::milliseconds AWAKE{3};              // longer than what lies between two passes
+constexpr std::chrono::milliseconds SETTLED{20};           // how long a thread stays where it has moved to, crowded or not
 
 static inline void relax() {
 #if defined(__x86_64__)
@@ -55,7 +58,7 @@ class Meeting {
 
 class Team {
  public:
-  explicit Team(int threads) : threads_(threads) {
+  explicit Team(int threads) : threads_(threads), cores_(size_t(threads)) {
     for (int t = 1; t < threads; ++t) std::thread([this, t] { work(t); }).detach();
   }
 
@@ -64,6 +67,7 @@ class Team {
   void run(Body body) {
     if (threads_ == 1) return body(0);
     std::lock_guard<std::mutex> alone(caller_);
+    cores_[0].store(core(), std::memory_order_relaxed);
     argument_ = &body;
     call_ = [](void* argument, int t) { (*static_cast<Body*>(argument))(t); };
     busy_.store(threads_ - 1, std::memory_order_relaxed);
@@ -87,7 +91,35 @@ class Team {
   }
 
  private:
+  static int core() {
+#ifdef __linux__
+    return sched_getcpu();
+#else
+    return -1;
+#endif
+  }
+
+  // Takes note of the thread's core, and moves it off one that the caller or a thread before it is on, where there is another.
+  void part(int t, std::chrono::steady_clock::time_point& moved) {
+    const int here = core();
+    cores_[size_t(t)].store(here, std::memory_order_relaxed);
+#ifdef __linux__
+    bool crowded = false;
+    for (int other = 0; other < t; ++other) crowded |= cores_[size_t(other)].load(std::memory_order_relaxed) == here;
+    if (!crowded || std::chrono::steady_clock::now() - moved < SETTLED) return;
+    moved = std::chrono::steady_clock::now();
+    cpu_set_t allowed, free;
+    if (sched_getaffinity(0, sizeof allowed, &allowed)) return;
+    free = allowed;
+    for (int other = 0; other < t; ++other) CPU_CLR(cores_[size_t(other)].load(std::memory_order_relaxed), &free);
+    if (!CPU_COUNT(&free) || sched_setaffinity(0, sizeof free, &free)) return;
+    sched_setaffinity(0, sizeof allowed, &allowed);  // moved, and as free as before
+    cores_[size_t(t)].store(core(), std::memory_order_relaxed);
+#endif
+  }
+
   void work(int t) {
+    std::chrono::steady_clock::time_point moved{};
     for (uint64_t done = 0;;) {
       const auto until = std::chrono::steady_clock::now() + AWAKE;
       bool called = false;
@@ -100,6 +132,7 @@ class Team {
         wake_.wait(lock, [&] { return job_.load() != done; });
         asleep_.fetch_sub(1);
       }
+      part(t, moved);
       ++done;  // a caller waits for its job, so jobs come one by one
       call_(argument_, t);
       busy_.fetch_sub(1, std::memory_order_release);
@@ -107,6 +140,7 @@ class Team {
   }
 
   const int threads_;
+  std::vector<std::atomic<int>> cores_;  // that the threads were on last; any where that is not known
   std::mutex caller_, sleep_;
   std::condition_variable wake_;
   void* argument_ = nullptr;

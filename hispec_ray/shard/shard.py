@@ -124,7 +124,7 @@ class Shard:
         self.blocks = cache_blocks(settings, replace(needs, weight_bytes=0) if like else needs, free)
         self.cache_bytes = self.blocks * needs.block_bytes
         threads = settings.model.thread_count()
-        torch.set_num_threads(threads)
+        torch.set_num_threads(1 if native else threads)  # torch's own threads, once woken, spin for milliseconds on the kernels' cores
         self.choose: Choose = choose_native(threads) if native else choose_torch
         if collective.size > 1:
             self.choose = choose_together(self.choose, collective.gather)

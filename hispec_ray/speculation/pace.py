@@ -43,7 +43,7 @@ _MARGIN = 1.02
 _EXACT = 64
 """Passes of up to so many rows are kept apart by their number; larger ones in buckets, each a quarter wider than the one before."""
 _FORGET = 128
-"""Rounds after which choices are made anew, because costs drift, and one round is plain."""
+"""Rounds after which choices are made anew, because costs drift, and one round is plain. Before, after 1, 2, 4, 8, 16, 32, 64 rounds."""
 LAST_ROW = 0.5
 """What the last row of a run of guesses counts: a guess without head and choice."""
 _MOST_CHOICES = 4096  # that are remembered; each is a batch size and shares to a twentieth
@@ -87,12 +87,14 @@ class Cost:
         return max(0.0, self.of(further) - self.of(rows)) / (further - rows) if further > rows else None
 
     def of(self, rows: float) -> float:
-        """Expected seconds: between what was measured, by lines; beyond it, in proportion; 0 where nothing was."""
+        """Expected seconds: between what was measured, by lines; beyond it, as its rows cost on average; 0 where nothing was."""
         if rows <= 0 or not self._rows:
             return 0.0
         at = bisect_left(self._rows, rows)
         if at == len(self._rows):
-            return self._seconds[-1] * rows / self._rows[-1]
+            first, last = (0, self._rows[0]) if at == 1 else (self._rows[0], self._rows[-1])
+            row = (self._seconds[-1] - (self._seconds[0] if at > 1 else 0.0)) / (last - first)
+            return self._seconds[-1] + row * (rows - last)
         if at == 0 or self._rows[at] == rows:
             return self._seconds[at]
         low, high = self._rows[at - 1], self._rows[at]
@@ -186,6 +188,7 @@ class Pace:
         self._batch = 0
         self._plain = 0.0  # seconds of this round if it were plain
         self._rounds = 0
+        self._age = 0  # of the costs, when choices are made anew
         self._plainly = False  # this round is for measuring
         self._looked = 0  # guesses, see _STRANGE
         self._allowance = ALLOWANCE / 2 if lookups and self._options else ALLOWANCE
@@ -202,6 +205,7 @@ class Pace:
         decoding = [s for s in plan.sequences if s.room]
         goes_on = any(s.id in self._habits for s in decoding)
         self._rounds += 1
+        self._age = self._rounds // _FORGET or self._rounds.bit_length() - _FORGET.bit_length()
         self._plainly = self._rounds % _FORGET == 0
         self._told = self._asked = 0.0
         self._turn_to(len(decoding))
@@ -218,8 +222,9 @@ class Pace:
         self._rows.clear()
 
     def timed(self, cost: Cost, rows: int, seconds: float, times: float = 1) -> None:
-        """Take note of what a pass of this round took, or each of so many."""
-        cost.add(rows, seconds)
+        """Take note of what a pass of this round took, or each of so many. The first round is no measure: it finds memory cold."""
+        if self._rounds > 1:
+            cost.add(rows, seconds)
         self._told += times * seconds
 
     def asked(self, seconds: float) -> None:
@@ -284,7 +289,7 @@ class Pace:
     def _considered(self, id: int) -> _Habit:
         """The sequence's habit with the best choice for it; its gain is 0 until plain decoding is timed, and where no exit takes part."""
         habit = self._habits[id]
-        made = self._batch, self._rounds // _FORGET
+        made = self._batch, self._age
         if habit.made != made and self._options:
             habit.gain, habit.windows = self._best(self._batch, habit.shares)
             habit.made = made if habit.gain else None
@@ -302,7 +307,7 @@ class Pace:
 
     def _best(self, batch: int, shares: Sequence[float]) -> tuple[float, tuple[int, ...]]:
         """The windows with the most expected tokens a second, and how many times plain decoding's that is, were all the batch alike."""
-        key = (batch, self._rounds // _FORGET, *(round(share * 20) for share in shares))
+        key = (batch, self._age, *(round(share * 20) for share in shares))
         if key not in self._choices:
             plain = self.plain_seconds(batch)
             if not plain:  # to be measured first
@@ -364,7 +369,7 @@ class Pace:
         if not batch:
             return
         spent = now - start + gap
-        if begun.alone:  # the time is decoding's
+        if begun.alone and self._rounds > 1:  # the time is decoding's
             around = self._around_guesses if looks else self._around
             around.add(batch, max(0.0, spent - self._told))
         plain = self.plain_seconds(batch)

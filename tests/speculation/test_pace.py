@@ -237,6 +237,7 @@ def priced(row: float, batch: int = 1, window: int = 8) -> Pace:
     """A pace that has seen plain passes of a second each, and passes of more rows."""
     pace = Pace((window,), drafts=False)
     plan = StepPlan(tuple(SequencePlan(i, (0,), 5, (0,), True, window, 0.0, 0) for i in range(batch)))
+    pace.begin(plan)  # the first round is no measure
     begun = pace.begin(plan)
     for rows in (1, 2, 4):
         pace.timed(pace.segments[0], rows * batch, 1.0 + row * (rows - 1) * batch)
@@ -280,12 +281,24 @@ def test_sequences_that_read_their_prompt_teach_nothing() -> None:
     assert pace.plain_seconds(1) == 0.0
 
 
+def test_a_first_round_that_finds_memory_cold_is_no_measure() -> None:
+    """Nor are choices that were made of the first rounds kept for long."""
+    machine = Machine((0, 4), (2, 16), row=0.05)
+    plan = StepPlan((SequencePlan(1, tuple(range(40)), 0, (0,), True, 0, 0.0, 0),))
+    begun = machine.pace.begin(plan)
+    for segment in machine.pace.segments:
+        machine.pace.timed(segment, 40, 1000.0)
+    machine.pace.end(begun, [], 0.0, 2000.0)
+    times = machine.write(400, lambda tokens: [0.95] * 2)
+    assert times[-1] / 400 < machine.plain(1) / 1.5
+
+
 def test_costs_lie_on_lines_between_what_was_measured() -> None:
     cost = Cost()
     assert cost.of(3) == 0.0
     for rows, seconds in ((1, 1.0), (4, 2.0), (8, 2.0)):
         cost.add(rows, seconds)
-    assert [cost.of(rows) for rows in (0, 1, 2.5, 4, 6, 8, 16)] == [0.0, 1.0, 1.5, 2.0, 2.0, 2.0, 4.0]
+    assert [cost.of(rows) for rows in (0, 1, 2.5, 4, 6, 8, 15)] == [0.0, 1.0, 1.5, 2.0, 2.0, 2.0, 3.0]
     assert (cost.slope(1, 8), cost.slope(4, 8), cost.slope(8, 20), cost.slope(5, 7)) == (pytest.approx(1 / 7), 0.0, None, None)
     for _ in range(200):
         cost.add(1, 1.8)

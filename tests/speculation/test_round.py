@@ -151,10 +151,9 @@ def test_the_pace_changes_no_token(hierarchy: str, guesser: str, doubt: str, sha
     steps = finish(Round(FakeModel(say), levels, choose_torch, drafter, DOUBTS[doubt], paced=True, clock=clock), texts, levels)
     assert [text.tokens for text in texts] == wanted
     check_figures(levels, texts, steps)
-    # what looking up takes here is by the dice too, and may be more than it is worth
-    assert not GUESSERS[guesser][1] or any(len(done.tokens) > 1 for _, result in steps for done in result.sequences), (
-        "nobody's guess was taken"
-    )
+    # what looking up takes here is by the dice too, and may be more than it is worth, as are guesses that seldom come true
+    pays = GUESSERS[guesser][1] and share == OFTEN
+    assert not pays or any(len(done.tokens) > 1 for _, result in steps for done in result.sequences), "nobody's guess was taken"
 
 
 def test_a_second_candidate_that_is_right_saves_a_pass() -> None:
