@@ -16,8 +16,8 @@ from hispec_ray.llm import LLM
 from hispec_ray.request import RequestError, SamplingParams
 from hispec_ray.training.reading import read_records
 
-BATCH = 128
-"""Answers that are asked for and written down together."""
+BATCHES = (16, 128)
+"""Answers that are asked for and written down together: at least, at most."""
 AT_ONCE = 48
 """Of these, those that are decoded side by side."""
 
@@ -78,7 +78,11 @@ def distill(llm: LLM, prompts: Sequence[tuple[int, ...]], out: Path, wish: Wish)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("writing", total=wish.tokens, completed=written)
-        while written < wish.tokens and (batch := list(islice(left, BATCH))):
+        while written < wish.tokens:
+            least, most = BATCHES
+            batch = list(islice(left, max(least, min(most, (wish.tokens - written) // wish.max_tokens))))
+            if not batch:
+                break
             asked = [prompts[job % len(prompts)] for job in batch]
             draws = [SamplingParams(temperature=wish.temperature, seed=_seed(wish.seed, job), max_tokens=wish.max_tokens) for job in batch]
             answers = [completion.choices[0].token_ids for completion in llm.generate(asked, draws)]
