@@ -59,6 +59,7 @@ def test_greedy_answers_come_once(words: Words, tmp_path: Path, hispec: Run) -> 
 
 
 def test_what_was_stopped_goes_on_as_if_it_never_was(words: Words, tmp_path: Path, hispec: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hispec_ray.distill.BATCHES", (16, 16))
     words[words.index("--tokens") + 1] = 1000
     hispec(*words)
     whole = (tmp_path / "own.jsonl").read_bytes()
