@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 console = Console()
+if not console.is_terminal:
+    console.width = 160  # a file's lines are as long as a table wants
 
 
 def parser(description: str, name: str) -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 
 Every contestant decodes the same prompts in turn, A B C ... A B C ..., and is compared by the medians of ratios taken in the same
 turn. Each plan has the pace at work, as it is deployed. A text that differs from plain decoding's counts as not identical.
+With --deployment nothing is tuned: the plan that a deployment file has is held against plain decoding, on the model that it names.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -19,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks import common, datasets
 from benchmarks.datasets import DataSet, Item
 from hispec_ray import LLM, SamplingParams, Settings
+from hispec_ray.commands.settings import settings_from
 from hispec_ray.config import SpeculationSettings
 from hispec_ray.core.plan import LevelCounts
 from hispec_ray.shard.shard import levels_for
@@ -130,7 +133,8 @@ def draw(results: Mapping[tuple[str, int, float], Mapping[str, Cell]], names: Se
     """Speed against plain: a group of bars for each data set, one panel for each batch size, greedy."""
     batches = sorted({batch for _, batch, _ in results})
     sets = list(dict.fromkeys(name for name, _, _ in results))
-    figure, panels = plt.subplots(len(batches), 1, figsize=(1.6 * len(sets) + 4, 2.9 * len(batches)), squeeze=False, layout="constrained")
+    size = (max(9.0, 1.6 * len(sets) + 4), 2.9 * len(batches) + 0.8)
+    figure, panels = plt.subplots(len(batches), 1, figsize=size, squeeze=False, layout="constrained")
     colours = plt.get_cmap("tab10")
     others = [name for name in names if name != "plain"]
     for panel, batch in zip(panels[:, 0], batches, strict=True):
@@ -141,71 +145,99 @@ def draw(results: Mapping[tuple[str, int, float], Mapping[str, Cell]], names: Se
         panel.axhline(1.0, color="black", linewidth=0.8)
         panel.set_xticks(range(len(sets)), sets)
         panel.set_ylabel(f"batch {batch}\nspeed / plain")
-    panels[0, 0].legend(frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), frameon=False, ncols=4, loc="outside upper center")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
-def main() -> None:
+def _options() -> argparse.Namespace:
     options = common.parser(__doc__ or "", "methods")
     options.add_argument("--model", default="smollm2-135m-instruct", help="as model.path; 'abacus' measures on its problems alone")
     options.add_argument("--heads", default=None, help="a file of trained exits")
+    options.add_argument("--deployment", type=Path, default=None, help="a deployment file, in place of --model, --heads and tuning")
     options.add_argument("--data", type=Path, default=None, help="a folder of .jsonl files; prompts of this project where not given")
     options.add_argument("--prompts", type=int, default=None, help="of each data set, to measure on; some others are tuned on (default 16)")
     options.add_argument("--max-tokens", type=int, default=None)
     options.add_argument("--runs", type=int, default=None)
     options.add_argument("--dtype", default="bfloat16")
+    options.add_argument("--batches", type=_numbers(int), default=None, help="batch sizes (default 1,4,16)")
+    options.add_argument("--temperatures", type=_numbers(float), default=None, help="(default 0,0.8; --quick: 0)")
     asked = options.parse_args()
+    asked.batches = asked.batches or BATCHES
+    asked.temperatures = asked.temperatures or (TEMPERATURES[:1] if asked.quick else TEMPERATURES)
+    if 0.0 not in asked.temperatures or 1 not in asked.batches:
+        options.error("--temperatures must have 0 among them and --batches 1: the figure and the last line are made of those")
+    return asked
+
+
+def main() -> None:
+    asked = _options()
     each = asked.prompts or (4 if asked.quick else 16)
     max_tokens = asked.max_tokens or (48 if asked.quick else 200 if asked.model == "abacus" else 128)
     runs = asked.runs or (1 if asked.quick else 3)
-    settings = Settings.model_validate(
+    settings = settings_of(asked)
+    heads = settings.speculation.exits.heads
+    sets = data_sets(asked, each)
+    reader = LLM(settings.model_copy(update={"speculation": with_heads(PLAIN, heads)}))
+    halves = {data.name: data.halves(each) for data in sets}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    tuning: Tuning | None = None
+    with Progress(*columns, console=common.console, transient=True) as progress:
+        if asked.deployment:
+            plans = {"plain": PLAIN, "deployed": settings.speculation}
+        else:
+            task = progress.add_task("tuning", total=1)
+            tuning = tune(
+                settings, [encoded(reader, item, max_tokens) for tuned, _ in halves.values() for item in tuned[: max(2, 24 // len(sets))]],
+                max_tokens=max_tokens, checks=2 if asked.quick else 4, runs=1 if asked.quick else 3, like=reader,
+                tell=lambda what, done, total: progress.update(task, description=f"tuning: {what}", completed=done, total=total),
+            )  # fmt: skip
+            progress.remove_task(task)
+            plans = contestants(tuning)
+        makers = {
+            name: partial(LLM, settings.model_copy(update={"speculation": with_heads(plan, heads)}), like=reader)
+            for name, plan in plans.items()
+        }
+        results: dict[tuple[str, int, float], dict[str, Cell]] = {}
+        for data, batch, temperature in product(sets, asked.batches, asked.temperatures):
+            results[data.name, batch, temperature] = measure(makers, halves[data.name][1], batch, temperature, max_tokens, runs, progress)
+    outcome = Outcome(plans, results)
+    found = lines(outcome, sets, {name: half for name, (_, half) in halves.items()}, reader)
+    rows = [[shown(line[column]) for column in COLUMNS] for line in found]
+    model = settings.model.path
+    common.table(f"{model}: methods (passes and reads are a token's)", COLUMNS, rows)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    stem = f"methods-{asked.deployment.stem if asked.deployment else Path(model).name}"
+    markdown = ["| " + " | ".join(row) + " |" for row in (COLUMNS, ["---"] * len(COLUMNS), *rows)]
+    (asked.out / f"{stem}.md").write_text("\n".join(markdown) + "\n")
+    draw(results, list(plans), asked.out / f"{stem}.png")
+    for plan in tuning.checked if tuning else ():
+        words = f"tuned: {plan.name()}: {plan.predicted:.1f} tokens/s expected, {plan.measured or 0:.1f} measured"
+        common.console.print(words, highlight=False)
+    for words, name in (("best hierarchical", outcome.best("hispec")), ("fastest", outcome.best())):
+        common.console.print(f"{words}: {name}, {describe(plans[name])}", highlight=False)
+    common.finish(stem, asked.out, outcome.headline(), {"rows": found, "agreement": tuning.agreement if tuning else None})
+
+
+def _numbers(kind: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
+    def numbers(text: str) -> tuple[float, ...]:
+        return tuple(kind(part) for part in text.split(","))
+
+    return numbers
+
+
+def settings_of(asked: argparse.Namespace) -> Settings:
+    """The model to measure, and in a deployment's place its plan. Without a prefix cache: every turn reads the same prompts."""
+    if asked.deployment:
+        settings = settings_from(asked.deployment, {"model.threads": asked.threads})
+        return settings.model_copy(update={"cache": settings.cache.model_copy(update={"prefix_caching": False})})
+    return Settings.model_validate(
         {
             "model": {"path": asked.model, "dtype": asked.dtype, "threads": asked.threads},
             "cache": {"prefix_caching": False},
             "speculation": {"exits": {"heads": asked.heads}},
         }
     )
-    sets = data_sets(asked, each)
-    reader = LLM(settings.model_copy(update={"speculation": with_heads(PLAIN, asked.heads)}))
-    halves = {data.name: data.halves(each) for data in sets}
-    tuning_items = [item for tuned, _ in halves.values() for item in tuned[: max(2, 24 // len(sets))]]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=common.console, transient=True) as progress:
-        task = progress.add_task("tuning", total=1)
-        tuning = tune(
-            settings, [encoded(reader, item, max_tokens) for item in tuning_items], max_tokens=max_tokens,
-            checks=2 if asked.quick else 4, runs=1 if asked.quick else 3,
-            like=reader, tell=lambda what, done, total: progress.update(task, description=f"tuning: {what}", completed=done, total=total),
-        )  # fmt: skip
-        progress.remove_task(task)
-        plans = contestants(tuning)
-        makers = {
-            name: partial(LLM, settings.model_copy(update={"speculation": with_heads(plan, asked.heads)}), like=reader)
-            for name, plan in plans.items()
-        }
-        results: dict[tuple[str, int, float], dict[str, Cell]] = {}
-        for data in sets:
-            for batch in BATCHES:
-                for temperature in TEMPERATURES if not asked.quick else TEMPERATURES[:1]:
-                    results[data.name, batch, temperature] = measure(
-                        makers, halves[data.name][1], batch, temperature, max_tokens, runs, progress
-                    )
-    outcome = Outcome(plans, results)
-    found = lines(outcome, sets, {name: half for name, (_, half) in halves.items()}, reader)
-    rows = [[shown(line[column]) for column in COLUMNS] for line in found]
-    common.table(f"{asked.model}: methods (passes and reads are a token's)", COLUMNS, rows)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    stem = f"methods-{Path(asked.model).name}"
-    markdown = ["| " + " | ".join(row) + " |" for row in (COLUMNS, ["---"] * len(COLUMNS), *rows)]
-    (asked.out / f"{stem}.md").write_text("\n".join(markdown) + "\n")
-    draw(results, list(plans), asked.out / f"{stem}.png")
-    for plan in tuning.checked:
-        words = f"tuned: {plan.name()}: {plan.predicted:.1f} tokens/s expected, {plan.measured or 0:.1f} measured"
-        common.console.print(words, highlight=False)
-    for words, name in (("best hierarchical", outcome.best("hispec")), ("fastest", outcome.best())):
-        common.console.print(f"{words}: {name}, {describe(plans[name])}", highlight=False)
-    common.finish(stem, asked.out, outcome.headline(), {"rows": found, "agreement": tuning.agreement})
 
 
 def data_sets(asked: argparse.Namespace, each: int) -> list[DataSet]:
@@ -231,23 +263,25 @@ class Outcome:
         return statistics.geometric_mean(common.median_ratio(c[name].speeds, c["plain"].speeds) for c in cells)
 
     def best(self, method: str | None = None) -> str:
-        """The fastest at batch 1, of a method or of all that speculate."""
-        names = [n for n, plan in self.plans.items() if plan.method == method or (method is None and plan.method != "plain")]
+        """The fastest at batch 1, of a method or where it has none of all that speculate."""
+        others = [name for name in self.plans if name != "plain"]
+        names = [name for name in others if self.plans[name].method == method] or others
         return max(names, key=lambda name: self.ratio(name, 1))
 
     def headline(self) -> dict[str, object]:
         hierarchical, fastest = self.best("hispec"), self.best()
+        most = max(batch for _, batch, _ in self.results)
         same = [same_text(cells[n], cells["plain"]) for cells in self.results.values() for n in self.plans if n != "plain"]
         at16 = [
             common.median_ratio(cells[n].speeds, cells["plain"].speeds)
             for (_, batch, _), cells in self.results.items()
             for n in {hierarchical, fastest}
-            if batch == BATCHES[-1]
+            if batch == most
         ]
         return {
             "hispec_vs_plain": round(self.ratio(hierarchical, 1), 3),
-            "hispec_vs_single": round(self.ratio(hierarchical, 1) / self.ratio("single", 1), 3),
-            "batch16_vs_plain": round(min(at16), 3),
+            "hispec_vs_single": round(self.ratio(hierarchical, 1) / self.ratio("single", 1), 3) if "single" in self.plans else None,
+            f"batch{most}_vs_plain": round(min(at16), 3),
             "worst_data_set": round(min(self.ratio(fastest, 1, [s]) for s in self.sets), 3),
             "identical": f"{sum(same)}/{len(same)}",
         }
