@@ -47,6 +47,9 @@ def train_exits(
     zero: Annotated[int | None, _machine(help="DeepSpeed's ZeRO stage, 1 to 3.", show_default="1")] = None,
     workers: Annotated[int | None, _machine(help="Processes; more than one run in Ray Train.", show_default="1")] = None,
     device: Annotated[str | None, _machine(help="cpu or cuda.", show_default="cpu")] = None,
+    dtype: Annotated[
+        str | None, _machine(help="heads: bfloat16 or float32, of the model itself.", show_default="bfloat16 on cuda, float32 on cpu")
+    ] = None,
     threads: Annotated[int | None, _machine(help="CPU threads of each process.", show_default="torch's choice")] = None,
 ) -> None:
     """Train exits of a model to say what its full depth says; prints where the result is."""
