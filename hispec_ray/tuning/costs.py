@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
@@ -21,19 +23,50 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 @dataclass(slots=True)
+class Work:
+    """What a plan did: seconds of its passes alone, as they were timed; passes, rounds, tokens written, texts that were looked up in.
+
+    A run of guesses counts as half a pass.
+    """
+
+    alone: float = 0.0
+    passes: float = 0.0
+    rounds: float = 0.0
+    tokens: float = 0.0
+    lookups: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Besides:
+    """Seconds around the passes."""
+
+    a_pass: float = 0.0
+    a_round: float = 0.0
+    a_token: float = 0.0
+    a_lookup: float = 0.0
+
+
+@dataclass(slots=True)
 class Costs:
     """Seconds. layer: of one layer by rows; heads[depth]: of an exit's head and choice by rows; guesses[depth]: of one guess of a run.
 
     own: by depth, the layers that exits have to themselves, see `Decoder`.
-    a_pass: of what every pass of a level costs besides; a_round: of what every round costs besides.
+    besides: of what else takes time, see `Work`. scale: how many times as long passes take in a round as alone, when they were timed.
     """
 
     layer: Cost = field(default_factory=Cost)
     heads: dict[int, Cost] = field(default_factory=dict)
     guesses: dict[int, Cost] = field(default_factory=dict)
     own: dict[int, int] = field(default_factory=dict)
-    a_pass: float = 0.0
-    a_round: float = 0.0
+    besides: Besides = field(default_factory=Besides)
+    scale: float = 1.0
+
+    def seconds(self, work: Work) -> float:
+        """Return what so much work takes."""
+        b = self.besides
+        return (
+            self.scale * work.alone + work.passes * b.a_pass + work.rounds * b.a_round + work.tokens * b.a_token + work.lookups * b.a_lookup
+        )
 
 
 def measure(llm: LLM, depths: Sequence[int], choose: Choose, *, context: int, rows: Sequence[int] = ROWS, repeats: int = 7) -> Costs:
@@ -78,6 +111,26 @@ def measure(llm: LLM, depths: Sequence[int], choose: Choose, *, context: int, ro
         seconds = _median(repeats, decoder.draft, depth, starts, held, 0.0) - depth * costs.layer.of(1)  # the last one's row is run too
         costs.guesses.setdefault(depth, Cost()).add(1, max(0.0, seconds) / steps)
     return costs
+
+
+def fit(costs: Costs, works: Sequence[Work], seconds: Sequence[float]) -> None:
+    """Set the scale and what lies around passes so that the works take about these seconds, in proportion to each.
+
+    Least squares of what is never negative: of all choices of what costs nothing, the one whose solution is positive and fits best.
+    """
+    names = [f.name for f in fields(Work)]
+    rows = np.array([[getattr(work, name) / spent for name in names] for work, spent in zip(works, seconds, strict=True)])
+    best, least = np.zeros(len(names)), math.inf
+    for kept in itertools.product((False, True), repeat=len(names)):
+        columns = np.flatnonzero(kept)
+        found = np.linalg.lstsq(rows[:, columns], np.ones(len(rows)), rcond=None)[0] if len(columns) else np.zeros(0)
+        error = float(np.sum((rows[:, columns] @ found - 1) ** 2))
+        if (found >= 0).all() and error < least - 1e-9:
+            best = np.zeros(len(names))
+            best[columns] = found
+            least = error
+    scale, a_pass, a_round, a_token, a_lookup = best.tolist()
+    costs.scale, costs.besides = scale, Besides(a_pass, a_round, a_token, a_lookup)
 
 
 def _run(decoder: Decoder, hidden: torch.Tensor, rows: Rows) -> None:

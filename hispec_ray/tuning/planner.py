@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hispec_ray.config import Settings, SpeculationSettings
 from hispec_ray.llm import LLM
 from hispec_ray.request import GenerationRequest, SamplingParams
-from hispec_ray.tuning.costs import Costs
+from hispec_ray.tuning.costs import Costs, fit
 from hispec_ray.tuning.recording import Recording
 from hispec_ray.tuning.replay import replay
 
@@ -24,6 +24,7 @@ GRID: dict[str, tuple[int | float, ...]] = {
 }
 """The values that a plan's numbers may take."""
 _BRANCH_BELOW = 1.0
+_CALIBRATIONS = 3  # turns
 
 
 @dataclass(slots=True)
@@ -176,25 +177,18 @@ def decode(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[Sampling
     return seconds * total / max(1, total - early), list(answers.values())
 
 
-def calibrate(bench: Bench, recordings: Sequence[Recording], costs: Costs, layers: int, probe: SpeculationSettings) -> None:
-    """Set what a pass and a round cost besides, so that plain decoding and one other plan are predicted as they run."""
-    probe = probe.model_copy(update={"pace": "fixed"})
-    speeds = [statistics.median(found) for found in bench.compare([PLAIN, probe], 2)]
-    costs.a_pass = costs.a_round = 0.0
-    excess: list[float] = []
-    rounds: list[float] = []
-    passes: list[float] = []
-    for speculation, speed in zip((PLAIN, probe), speeds, strict=True):
-        costs.a_pass = 0.0
-        predicted, counts = replay(speculation, recordings, costs, layers)
-        costs.a_pass = 1.0
-        slower, _ = replay(speculation, recordings, costs, layers)
-        tokens = sum(len(recording.tokens) - recording.prompt - 1 for recording in recordings)
-        excess.append(tokens / speed - tokens / predicted)
-        rounds.append(counts[-1].passes)
-        passes.append(tokens / slower - tokens / predicted)
-    # excess = rounds * a_round + passes * a_pass, for both
-    determinant = rounds[0] * passes[1] - rounds[1] * passes[0]
-    a_pass = (rounds[0] * excess[1] - rounds[1] * excess[0]) / determinant if determinant else 0.0
-    costs.a_pass = max(0.0, a_pass)
-    costs.a_round = max(0.0, (excess[0] - passes[0] * costs.a_pass) / rounds[0])
+def calibrate(bench: Bench, recordings: Sequence[Recording], costs: Costs, layers: int, probes: Sequence[SpeculationSettings]) -> None:
+    """Run plain decoding and some other plans, and fit to them what lies around passes. The bench writes these recordings' texts."""
+    plans = [PLAIN, *(probe.model_copy(update={"pace": "fixed"}) for probe in probes)]
+    speeds = [statistics.median(found) for found in bench.compare(plans, _CALIBRATIONS)]
+    works = [replay(plan, recordings, costs, layers)[2] for plan in plans]
+    fit(costs, works, [work.tokens / speed for work, speed in zip(works, speeds, strict=True)])
+
+
+def probes_of(starts: Sequence[SpeculationSettings]) -> list[SpeculationSettings]:
+    """One plan of every method and drafter, and of one level alone also one that guesses far."""
+    first: dict[tuple[str, str], SpeculationSettings] = {}
+    for start in starts:
+        first.setdefault((start.method, start.drafter), start)
+    far = [start.model_copy(update={"draft_tokens": 10}) for (method, _), start in first.items() if method == "single"]
+    return [*first.values(), *far]

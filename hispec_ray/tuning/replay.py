@@ -11,7 +11,8 @@ from hispec_ray.config import SpeculationSettings
 from hispec_ray.core.plan import Drafts, DraftStarts, IntArray, LevelCounts, Rows, SequencePlan, StepPlan
 from hispec_ray.shard.shard import drafter_for, levels_for, round_for
 from hispec_ray.speculation.choice import Choices
-from hispec_ray.tuning.costs import Costs
+from hispec_ray.speculation.drafters import Drafter, Guess
+from hispec_ray.tuning.costs import Costs, Work
 from hispec_ray.tuning.recording import Recording
 
 _SIZE = 16
@@ -29,8 +30,11 @@ class _Stage:
 
     def __init__(self, costs: Costs, layers: int) -> None:
         self.costs = costs
-        self.seconds = 0.0
+        self.work = Work()
         self._depth = layers
+
+    def seconds(self) -> float:
+        return self.costs.seconds(self.work)
 
     def take(self, recording: Recording) -> None:
         """Go on with another text."""
@@ -55,11 +59,12 @@ class _Stage:
         return torch.tensor(said, dtype=torch.float64)[:, None]
 
     def run(self, first: int, last: int, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
-        self.seconds += (last - first) * self.costs.layer.of(len(rows))
+        self.work.alone += (last - first) * self.costs.layer.of(len(rows))
         return hidden
 
     def logits(self, depth: int, hidden: torch.Tensor) -> torch.Tensor:
-        self.seconds += self.costs.a_pass + self.costs.heads[depth].of(len(hidden))
+        self.work.alone += self.costs.heads[depth].of(len(hidden))
+        self.work.passes += 1
         self._depth = depth
         return hidden
 
@@ -96,8 +101,8 @@ class _Stage:
             seconds.append(second)
             gaps.append(gap)
             position += 1
-        last = depth * self.costs.layer.of(1)
-        self.seconds += self.costs.a_pass / 2 + len(guesses) * self.costs.guesses[depth].of(1) + last
+        self.work.alone += len(guesses) * self.costs.guesses[depth].of(1) + depth * self.costs.layer.of(1)
+        self.work.passes += 0.5
         return Drafts([guesses], [seconds], [gaps])
 
     def choose(
@@ -123,13 +128,31 @@ class _Stage:
         return chosen
 
 
-def replay(speculation: SpeculationSettings, recordings: Sequence[Recording], costs: Costs, layers: int) -> tuple[float, list[LevelCounts]]:
-    """Decode the recorded texts as the settings say, one after the other; return expected tokens a second and what each source did."""
-    tokens = 0
+class _Counted:
+    """A drafter whose lookups are counted as work."""
+
+    def __init__(self, drafter: Drafter, work: Work) -> None:
+        self.begin, self.committed = drafter.begin, drafter.committed
+        self._drafter, self._work = drafter, work
+
+    def propose(self, id: int, tentative: Sequence[int], most: int, least: float, each: float = 0.0) -> list[Guess]:
+        self._work.lookups += 1
+        return self._drafter.propose(id, tentative, most, least, each)
+
+
+def replay(
+    speculation: SpeculationSettings, recordings: Sequence[Recording], costs: Costs, layers: int
+) -> tuple[float, list[LevelCounts], Work]:
+    """Decode the recorded texts as the settings say, one after the other.
+
+    Returns expected tokens a second, what each source did, and the work that it was.
+    """
     window = levels_for(speculation, layers)[-1].window
     stage = _Stage(costs, layers)
+    work, drafter = stage.work, drafter_for(speculation)
     # what the drafter and the pace have learned goes on from text to text
-    round_ = round_for(speculation, stage, layers, stage.choose, drafter_for(speculation), costs.own, lambda: stage.seconds)
+    counted = _Counted(drafter, work) if drafter else None
+    round_ = round_for(speculation, stage, layers, stage.choose, counted, costs.own, stage.seconds)
     totals = [LevelCounts() for _ in round_.sources]
     for number, recording in enumerate(recordings):
         stage.take(recording)
@@ -146,7 +169,9 @@ def replay(speculation: SpeculationSettings, recordings: Sequence[Recording], co
             told, ended = True, ()
             for total, counts in zip(totals, result.levels, strict=True):
                 total.add(counts)
-            known += len(result.sequences[0].tokens)  # past the end in the last round: the engine does not see it coming either
-            stage.seconds += costs.a_round
-        tokens += len(recording.tokens) - recording.prompt - 1
-    return tokens / stage.seconds, totals
+            written = len(result.sequences[0].tokens)
+            known += written  # past the end in the last round: the engine does not see it coming either
+            work.rounds += 1
+            work.tokens += written
+        work.tokens -= known - len(recording.tokens)
+    return work.tokens / stage.seconds(), totals, work

@@ -13,11 +13,12 @@ from hispec_ray.config import Settings, SpeculationSettings
 from hispec_ray.llm import LLM
 from hispec_ray.model.heads import read_card
 from hispec_ray.tuning.costs import ROWS, Costs, measure
-from hispec_ray.tuning.planner import GRID, PLAIN, Bench, Plan, calibrate, families, predict
+from hispec_ray.tuning.planner import GRID, PLAIN, Bench, Plan, calibrate, families, predict, probes_of
 from hispec_ray.tuning.recording import Recording, listen, write_texts
 from hispec_ray.tuning.replay import replay
 
 _MOST_DEPTHS = 8
+_CALIBRATED = 6  # recordings
 _LEAST_GAIN = 1.02
 """How much faster than plain decoding a plan must run to be taken."""
 
@@ -84,10 +85,11 @@ def tune(
         depths = _promising(agreement, layers)
     tell("timing passes", 0, 1)
     costs = measure(llm, depths, shard.choose, context=statistics.median_low([len(recording.tokens) for recording in recordings]))
-    bench = Bench(plain, recordings, max_tokens, like=llm)
     starts = list(families(depths, heads=heads, methods=("single", "hispec"), drafters=drafters))
     tell("timing rounds", 0, 1)
-    calibrate(bench, recordings, costs, layers, next((s for s in starts if s.method == "hispec"), starts[0]))
+    few = recordings[:_CALIBRATED]
+    calibrate(Bench(plain, few, max_tokens, like=llm), few, costs, layers, probes_of(starts))
+    bench = Bench(plain, recordings, max_tokens, like=llm)
     plans = predict(recordings, costs, layers, starts, lambda done: tell("predicting plans", done, len(starts)))
     best = _varied([plan for plan in plans if plan.speculation.method != "plain"], checks)
     tell("running the best", 0, 1)

@@ -15,8 +15,8 @@ from hispec_ray.abacus.problems import stream
 from hispec_ray.config import Settings, SpeculationSettings
 from hispec_ray.speculation.choice import Choices
 from hispec_ray.speculation.pace import Cost
-from hispec_ray.tuning.costs import Costs, measure
-from hispec_ray.tuning.planner import GRID, PLAIN, calibrate, climb, describe, families, predict
+from hispec_ray.tuning.costs import Besides, Costs, measure
+from hispec_ray.tuning.planner import GRID, PLAIN, calibrate, climb, describe, families, predict, probes_of
 from hispec_ray.tuning.recording import Recording, listen, write_texts
 from hispec_ray.tuning.replay import replay
 from hispec_ray.tuning.tune import Tuning, tune
@@ -87,7 +87,7 @@ def test_a_replay_counts_as_the_engine_counts(
 ) -> None:
     """The same full passes, and of the passes below nearly the same: off the recorded text a replay cannot know what is said."""
     speculation = SpeculationSettings.model_validate({**PLANS[plan], "exits": {"draft": 2, "check": 4}, "pace": "fixed"})
-    _, counts = replay(speculation, recordings[temperature], flat(1.0), LAYERS)
+    _, counts, _ = replay(speculation, recordings[temperature], flat(1.0), LAYERS)
     llm = LLM(settings_for(speculation))
     for recording in recordings[temperature]:
         prompt, answer = recording.tokens[: recording.prompt], recording.tokens[recording.prompt :]
@@ -103,11 +103,12 @@ def test_a_replay_counts_as_the_engine_counts(
 
 def test_expected_speed_is_tokens_over_costs(recordings: dict[float, list[Recording]]) -> None:
     costs = flat(0.001)
-    speed, counts = replay(PLAIN, recordings[0.0], costs, LAYERS)
+    speed, counts, work = replay(PLAIN, recordings[0.0], costs, LAYERS)
     assert speed == pytest.approx(1 / (LAYERS * 0.001))
     assert counts[-1].passes == sum(len(recording.tokens) - recording.prompt - 1 for recording in recordings[0.0])
-    costs.a_round, costs.a_pass = 0.002, 0.003
-    assert replay(PLAIN, recordings[0.0], costs, LAYERS)[0] == pytest.approx(1 / (LAYERS * 0.001 + 0.005))
+    assert work.passes == work.rounds == work.tokens == counts[-1].passes
+    costs.scale, costs.besides = 2.0, Besides(0.003, 0.002, 0.001, 0.5)
+    assert replay(PLAIN, recordings[0.0], costs, LAYERS)[0] == pytest.approx(1 / (2 * LAYERS * 0.001 + 0.006))
 
 
 def text_that_turns(lengths: Sequence[int]) -> Recording:
@@ -148,28 +149,30 @@ def test_lookups_go_straight_to_the_full_depth_where_the_check_exit_does_not_pay
     speculation = SpeculationSettings.model_validate(
         {"method": "hispec", "drafter": "lookup", "exits": {"check": 4}, "draft_tokens": 4, "window": 6}
     )
-    _, (lookup, check, full) = replay(speculation, [text], flat(1.0), LAYERS)
+    _, (lookup, check, full), _ = replay(speculation, [text], flat(1.0), LAYERS)
     assert full.accepted > 400
     assert lookup.own >= full.accepted
     assert check.passes < 20
 
 
-@pytest.mark.parametrize(("a_pass", "a_round"), [(0.0, 0.0), (0.004, 0.0), (0.0, 0.003), (0.002, 0.005)])
-def test_calibration_finds_what_passes_and_rounds_cost_besides(
-    a_pass: float, a_round: float, recordings: dict[float, list[Recording]]
+@pytest.mark.parametrize("scale", [1.0, 1.3])
+@pytest.mark.parametrize("besides", [Besides(), Besides(0.004), Besides(0.0, 0.003), Besides(0.002, 0.005, 0.001, 0.003)], ids=str)
+def test_calibration_foretells_what_plans_take_that_were_not_run(
+    besides: Besides, scale: float, recordings: dict[float, list[Recording]]
 ) -> None:
-    """From the speeds of plain decoding and of one hierarchical plan, as a machine would run them."""
-    probe = next(families((2, 4), heads=None, methods=("hispec",), drafters=("exit",)))
-    machine = flat(0.001)
-    machine.a_pass, machine.a_round = a_pass, a_round
+    """From the speeds of a few plans, as a machine would run them."""
+    machine, found = flat(0.001), flat(0.001)
+    machine.besides, machine.scale = besides, scale
 
     class Clockwork:
         def compare(self, plans: Sequence[SpeculationSettings], runs: int) -> list[list[float]]:
             return [[replay(plan, recordings[0.0], machine, LAYERS)[0]] * runs for plan in plans]
 
-    found = flat(0.001)
-    calibrate(Clockwork(), recordings[0.0], found, LAYERS, probe)  # type: ignore[arg-type]
-    assert (found.a_pass, found.a_round) == (pytest.approx(a_pass, abs=1e-5), pytest.approx(a_round, abs=1e-5))
+    starts = list(families((2, 4), heads=None, methods=("single", "hispec"), drafters=("exit", "lookup", "mixed")))
+    calibrate(Clockwork(), recordings[0.0], found, LAYERS, probes_of(starts))  # type: ignore[arg-type]
+    for start in (PLAIN, *starts):
+        plan = start.model_copy(update={"draft_tokens": 5, "window": 7, "pace": "fixed"})
+        assert replay(plan, recordings[0.0], found, LAYERS)[0] == pytest.approx(replay(plan, recordings[0.0], machine, LAYERS)[0], rel=0.02)
 
 
 def test_a_context_too_short_to_time_passes_in_is_named() -> None:
