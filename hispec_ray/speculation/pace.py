@@ -46,6 +46,8 @@ _FORGET = 128
 """Rounds after which choices are made anew, because costs drift, and one round is plain. Before, after 1, 2, 4, 8, 16, 32, 64 rounds."""
 LAST_ROW = 0.5
 """What the last row of a run of guesses counts: a guess without head and choice."""
+_SELDOM = 4
+"""Of so many plain rounds in a row one is learned from: what passes cost is known, and looking costs time too."""
 _MOST_CHOICES = 4096  # that are remembered; each is a batch size and shares to a twentieth
 
 
@@ -197,6 +199,8 @@ class Pace:
         self._told = 0.0  # seconds of this round's passes, and of what a lookup took
         self._asked = 0.0  # of these, the lookup's
         self._ended: float | None = None
+        self._unbooked = 0  # tokens of plain rounds that were not learned from
+        self._plains: dict[int, float] = {}  # seconds of plain rounds by batch, as the costs stand
 
     def begin(self, plan: StepPlan) -> Begun:
         """Take note of a round that starts, and return what is to be handed to `learn` after it."""
@@ -218,13 +222,16 @@ class Pace:
     def _turn_to(self, batch: int) -> None:
         """Reckon with so many sequences."""
         self._batch = batch
-        self._plain = self.plain_seconds(batch)
+        if batch not in self._plains:
+            self._plains[batch] = self.plain_seconds(batch)
+        self._plain = self._plains[batch]
         self._rows.clear()
 
     def timed(self, cost: Cost, rows: int, seconds: float, times: float = 1) -> None:
         """Take note of what a pass of this round took, or each of so many. The first round is no measure: it finds memory cold."""
         if self._rounds > 1:
             cost.add(rows, seconds)
+            self._plains.clear()
         self._told += times * seconds
 
     def asked(self, seconds: float) -> None:
@@ -354,6 +361,11 @@ class Pace:
 
         Rounds may overlap: this one need not be the one that began last.
         """
+        known = self._rounds > _FORGET and self._around.knows(begun.batch)
+        if known and not looks and not timings.asked and self._rounds % _SELDOM:
+            self._unbooked += begun.batch
+            self._ended = timings.end
+            return
         self._told = self._asked = 0.0
         self._turn_to(begun.batch)
         for number, rows, seconds, times in timings.passes:
@@ -372,9 +384,10 @@ class Pace:
         if begun.alone and self._rounds > 1:  # the time is decoding's
             around = self._around_guesses if looks else self._around
             around.add(batch, max(0.0, spent - self._told))
-        plain = self.plain_seconds(batch)
-        if plain:
-            self._settle(plain, looks, spent if begun.alone else None)
+            self._plains.clear()
+        self._turn_to(batch)
+        if self._plain:
+            self._settle(self._plain, looks, spent if begun.alone else None)
         for look in looks:
             if look.straight:
                 continue
@@ -408,7 +421,8 @@ class Pace:
                 scale = (spent - self._asked - plain) / expected
                 extra = [seconds * scale for seconds in extra]
             self._gain += _STEP * (min(tokens * token / spent, 10.0) - self._gain)
-        allowed, most = self._allowance * tokens * token, _CREDIT * plain
+        allowed, most = self._allowance * (tokens + self._unbooked) * token, _CREDIT * plain
+        self._unbooked = 0
         self._by_windows = max(-most, min(most, self._by_windows + allowed + saved[0] - extra[0]))
         self._by_lookup = max(-most, min(most, self._by_lookup + allowed + saved[1] - extra[1] - self._asked))
 

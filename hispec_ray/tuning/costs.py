@@ -19,6 +19,8 @@ from hispec_ray.speculation.choice import Choose
 from hispec_ray.speculation.pace import Cost
 
 _STEPS = 8  # guesses of a run that is timed
+LEAST_SCALE = 0.5
+"""Passes in rounds are not much faster than alone, but the machine may have been slow when they were timed."""
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
@@ -116,21 +118,23 @@ def measure(llm: LLM, depths: Sequence[int], choose: Choose, *, context: int, ro
 def fit(costs: Costs, works: Sequence[Work], seconds: Sequence[float]) -> None:
     """Set the scale and what lies around passes so that the works take about these seconds, in proportion to each.
 
-    Least squares of what is never negative: of all choices of what costs nothing, the one whose solution is positive and fits best.
+    Least squares of what is never negative, the scale's excess over LEAST_SCALE among it: of all choices of what costs nothing, the one
+    whose solution is positive and fits best.
     """
     names = [f.name for f in fields(Work)]
     rows = np.array([[getattr(work, name) / spent for name in names] for work, spent in zip(works, seconds, strict=True)])
+    wanted = 1 - LEAST_SCALE * rows[:, 0]
     best, least = np.zeros(len(names)), math.inf
     for kept in itertools.product((False, True), repeat=len(names)):
         columns = np.flatnonzero(kept)
-        found = np.linalg.lstsq(rows[:, columns], np.ones(len(rows)), rcond=None)[0] if len(columns) else np.zeros(0)
-        error = float(np.sum((rows[:, columns] @ found - 1) ** 2))
+        found = np.linalg.lstsq(rows[:, columns], wanted, rcond=None)[0] if len(columns) else np.zeros(0)
+        error = float(np.sum((rows[:, columns] @ found - wanted) ** 2))
         if (found >= 0).all() and error < least - 1e-9:
             best = np.zeros(len(names))
             best[columns] = found
             least = error
     scale, a_pass, a_round, a_token, a_lookup = best.tolist()
-    costs.scale, costs.besides = scale, Besides(a_pass, a_round, a_token, a_lookup)
+    costs.scale, costs.besides = LEAST_SCALE + scale, Besides(a_pass, a_round, a_token, a_lookup)
 
 
 def _run(decoder: Decoder, hidden: torch.Tensor, rows: Rows) -> None:
