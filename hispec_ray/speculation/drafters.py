@@ -29,8 +29,8 @@ _START = 0.4
 """Confidence in a kind of candidates that was never seen."""
 _WEIGHT = 20.0
 """How many candidates of a finer kind it takes to believe it as much as the coarser one that it is part of."""
-_MOST_NEW = 128
-"""Written tokens that are learned from at once."""
+_MOST_NEW = 32
+"""Written tokens that are learned from at once. A text that was not asked about for longer teaches nothing when it ends."""
 _MEMORY = 100
 """Candidates of a kind after which older ones fade."""
 
@@ -85,14 +85,19 @@ class _Text:
     What is written is taken up when the next guess is asked for: a sequence that decodes plainly costs nothing, and teaches nothing.
     """
 
-    __slots__ = ("asked", "follows", "foretold", "new", "tokens")
+    __slots__ = ("asked", "follows", "foretold", "new", "tokens", "unread")
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.unread: list[int] = []  # tokens of the prompt that come before the new ones
         self.new: list[tuple[int, int]] = []  # written, with second choices, and not yet taken up
         self.follows: dict[tuple[int, ...], int] = {}
         self.foretold = 0.5
         self.asked = False
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) + len(self.unread) + len(self.new)
 
     def read(self, tokens: Sequence[int]) -> None:
         known = self.tokens
@@ -116,15 +121,14 @@ class LookupDrafter:
     def begin(self, plan: StepPlan) -> None:
         for id in plan.ended:
             text = self._texts.pop(id, None)
-            if text is not None and text.asked:
+            if text is not None and text.asked and len(text.new) <= _MOST_NEW:
                 self._take_up(text)
         for sequence in plan.sequences:
             text = self._texts.get(sequence.id)
             if text is None or sequence.history is not None:
                 text = self._texts[sequence.id] = _Text()
-                text.read(sequence.history or ())
-            known = len(text.tokens) + len(text.new)
-            text.read(sequence.tokens[known - sequence.start :])  # the last one committed is known already
+                text.unread += sequence.history or ()
+            text.unread += sequence.tokens[text.length - sequence.start :]  # the last one committed is known already
 
     def committed(self, id: int, tokens: Sequence[int], seconds: Sequence[int]) -> None:
         self._texts[id].new += zip(tokens, seconds, strict=True)
@@ -151,6 +155,8 @@ class LookupDrafter:
 
     def _take_up(self, text: _Text) -> None:
         """Hold the candidates against what was written, and remember it; of a text that was not asked about for long, its end."""
+        text.read(text.unread)
+        text.unread.clear()
         late = max(0, len(text.new) - _MOST_NEW)
         text.read([token for token, _ in text.new[:late]])
         for token, second in text.new[late:]:

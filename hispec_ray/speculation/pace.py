@@ -43,7 +43,8 @@ _MARGIN = 1.02
 _EXACT = 64
 """Passes of up to so many rows are kept apart by their number; larger ones in buckets, each a quarter wider than the one before."""
 _FORGET = 128
-"""Rounds after which choices are made anew, because costs drift, and one round is plain. Before, after 1, 2, 4, 8, 16, 32, 64 rounds."""
+"""Rounds after which choices are made anew, because costs drift, and one round is plain. At first so after 1, 2, 4, 8, 16, 32, 64 rounds,
+because a process begins cold."""
 LAST_ROW = 0.5
 """What the last row of a run of guesses counts: a guess without head and choice."""
 _SELDOM = 4
@@ -210,7 +211,7 @@ class Pace:
         goes_on = any(s.id in self._habits for s in decoding)
         self._rounds += 1
         self._age = self._rounds // _FORGET or self._rounds.bit_length() - _FORGET.bit_length()
-        self._plainly = self._rounds % _FORGET == 0
+        self._plainly = self._rounds % _FORGET == 0 or (self._rounds < _FORGET and self._rounds & (self._rounds - 1) == 0)
         self._told = self._asked = 0.0
         self._turn_to(len(decoding))
         for s in decoding:

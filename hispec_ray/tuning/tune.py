@@ -96,6 +96,9 @@ def tune(
     checked = [next(plan for plan in plans if plan.speculation == PLAIN), *best]
     for plan, speeds in zip(checked, bench.compare([plan.speculation for plan in checked], runs), strict=True):
         plan.measured = statistics.median(speeds)
+    drift = (checked[0].measured or 0.0) / checked[0].predicted  # the machine may be faster or slower than when it was timed
+    for plan in plans:
+        plan.predicted *= drift
     fastest = max(checked, key=lambda plan: plan.measured or 0.0)
     gain = (fastest.measured or 0.0) / (checked[0].measured or 1.0)
     chosen = fastest.speculation if gain >= _LEAST_GAIN else PLAIN

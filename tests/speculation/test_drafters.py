@@ -67,6 +67,7 @@ def test_a_history_that_the_cache_spared_is_known_too() -> None:
     drafter.begin(plan_of(1, [1, 2], 4, [1, 2, 3, 4]))
     assert said(drafter, 1, most=2) == [3, 4]
     drafter.begin(plan_of(1, [1, 2, 9], 4, [1, 2, 3, 4]))  # preempted, and admitted again
+    said(drafter, 1, most=2)
     assert drafter._texts[1].tokens == [1, 2, 3, 4, 1, 2, 9]
 
 
