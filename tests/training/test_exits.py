@@ -121,11 +121,12 @@ def test_the_engine_writes_the_same_text_with_trained_exits_and_guesses_better(t
     assert engines["trained"].engine.counts[-1].passes < engines["untrained"].engine.counts[-1].passes
 
 
-def test_blocks_learn_to_say_what_the_full_depth_says(tiny_folder: Path, own_text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_learn_to_say_what_the_full_depth_says(dtype: str, tiny_folder: Path, own_text: Path, tmp_path: Path) -> None:
     """From the exit one layer deeper on; and the engine reads what was trained."""
     from hispec_ray.training.exits import train_exits  # noqa: PLC0415
 
-    settings = {"model": str(tiny_folder), "data": (str(own_text),), "line_tokens": 64, "held_out": 0.1, "threads": 1}
+    settings = {"model": str(tiny_folder), "data": (str(own_text),), "line_tokens": 64, "held_out": 0.1, "threads": 1, "dtype": dtype}
     begun, done = (
         train_exits(ExitTrainingSettings(**settings, kind="block", exits=(2, 4), out=str(tmp_path / name), steps=steps, learning_rate=rate))
         for name, steps, rate in (("begun", 1, 1e-12), ("done", 40, 3e-3))
@@ -284,6 +285,8 @@ def test_the_same_command_goes_on_and_another_is_refused(words: Words, tmp_path:
         (["--layer-dropout", "0.2"], "layer_dropout is 0.2 and recipe is 'heads'; it goes with the other recipe alone"),
         (["--recipe", "layerskip", "--layer-dropout", "1"], "layer_dropout is 1.0; it must be less than 1"),
         (["--recipe", "layerskip", "--vocabulary", "40"], "vocabulary is 40 and recipe is 'layerskip'; it goes with"),
+        (["--recipe", "layerskip", "--dtype", "bfloat16"], "dtype is 'bfloat16' and recipe is 'layerskip'; it goes with heads alone"),
+        (["--dtype", "float16"], "dtype is 'float16'; it must be 'bfloat16' or 'float32'"),
         (["--zero", "4"], "zero is 4; it must be 1, 2 or 3"),
         (["--steps", "0"], "steps is 0; it must be greater than or equal to 1"),
         (["--line-tokens", "513"], "line_tokens is 513; it must be from 2 to 512 (the model's context)"),

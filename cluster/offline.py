@@ -1,0 +1,124 @@
+"""Training on a machine that nothing but files reaches: `pack` cuts a model and its texts into parts, `train` puts them together there and
+trains exits, `unpack` puts the result together again. See cluster/README.md.
+
+Parts are a tar archive cut into pieces, with a list of what each must be; a part that is missing or damaged is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+LIST = "parts.json"
+_MIB = 2**20
+
+
+def pack(paths: Iterable[Path], out: Path, part_bytes: int) -> list[Path]:
+    """Put files and folders into parts of at most so many bytes in `out`, beside their list; return the parts.
+
+    Raises ValueError where a path does not exist or two have the same name.
+    """
+    names: set[str] = set()
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile() as whole:
+        with tarfile.open(fileobj=whole, mode="w") as archive:
+            for path in paths:
+                if not path.exists():
+                    raise ValueError(f"{path} does not exist")
+                if path.name in names:
+                    raise ValueError(f"two of the paths are named {path.name}; names must differ")
+                names.add(path.name)
+                archive.add(path, arcname=path.name)
+        whole.seek(0)
+        parts: list[Path] = []
+        digests: dict[str, str] = {}
+        while piece := whole.read(part_bytes):
+            parts.append(out / f"part-{len(parts):03}")
+            parts[-1].write_bytes(piece)
+            digests[parts[-1].name] = hashlib.sha256(piece).hexdigest()
+    (out / LIST).write_text(json.dumps(digests, indent=1))
+    return parts
+
+
+def unpack(folder: Path, out: Path) -> list[Path]:
+    """Put parts together in `out`; return what was packed. Raises ValueError where a part is missing or is not what it was."""
+    try:
+        digests: dict[str, str] = json.loads((folder / LIST).read_text())
+    except OSError as error:
+        raise ValueError(f"{folder / LIST} cannot be read: {error.strerror}") from None
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile() as whole:
+        for name, digest in digests.items():
+            part = folder / name
+            if not part.is_file():
+                raise ValueError(f"{part} is missing; {LIST} names {len(digests)} parts")
+            piece = part.read_bytes()
+            if hashlib.sha256(piece).hexdigest() != digest:
+                raise ValueError(f"{part} is not what was packed ({len(piece)} bytes); copy it again")
+            whole.write(piece)
+        whole.seek(0)
+        with tarfile.open(fileobj=whole) as archive:
+            top = list(dict.fromkeys(name.split("/")[0] for name in archive.getnames()))
+            archive.extractall(out, filter="data")
+    return [out / name for name in top]
+
+
+def train(folder: Path, work: Path, out: Path, part_bytes: int, options: Sequence[str]) -> list[Path]:
+    """Train with what was packed: the model first, then texts. options: further ones of `hispec train-exits`.
+
+    Returns the parts of the result. The same again goes on from the last checkpoint in `work`.
+    Raises ValueError as `unpack`, and subprocess.CalledProcessError where the training fails.
+    """
+    model, *texts = unpack(folder, work / "packed")
+    if not texts:
+        raise ValueError(f"{folder} holds {model.name} alone; a model and at least one file of texts must be packed, in this order")
+    data = [word for text in texts for word in ("--data", str(text))]
+    command = [sys.executable, "-c", "from hispec_ray.cli import main; main()", "train-exits", "--model", str(model), *data]
+    done = subprocess.run([*command, "--out", str(work / "exits"), *options], check=True, stdout=subprocess.PIPE, text=True)
+    result = Path(done.stdout.splitlines()[-1])
+    results = [result] if result.is_dir() else [result, result.with_suffix(".json")]
+    return pack([*results, work / "exits" / "log.jsonl"], out, part_bytes)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(prog="python -m cluster.offline", description=__doc__)
+    commands = options.add_subparsers(dest="command", required=True)
+    packing = commands.add_parser("pack", help="cut files and folders into parts; for train: a model, then texts")
+    packing.add_argument("paths", type=Path, nargs="+")
+    unpacking = commands.add_parser("unpack", help="put parts together")
+    unpacking.add_argument("folder", type=Path)
+    training = commands.add_parser("train", help="train on what was packed; what stands behind -- goes to hispec train-exits")
+    training.add_argument("folder", type=Path)
+    training.add_argument("--work", type=Path, required=True, help="a folder for the files, checkpoints and the log")
+    training.add_argument("options", nargs="*", help="-- --exits 2,4,8 --device cuda ...")
+    for command, mib in ((packing, 50), (training, 15)):
+        command.add_argument("--part-mib", type=int, default=mib, help=f"most of a part (default {mib})")
+    for command in (packing, unpacking, training):
+        command.add_argument("--out", type=Path, required=True, help="a folder for what comes out")
+    asked = options.parse_args()
+    if asked.command != "unpack" and asked.part_mib < 1:
+        options.error(f"--part-mib is {asked.part_mib}; it must be at least 1")
+    try:
+        if asked.command == "pack":
+            made = pack(asked.paths, asked.out, asked.part_mib * _MIB)
+        elif asked.command == "unpack":
+            made = unpack(asked.folder, asked.out)
+        else:
+            made = train(asked.folder, asked.work, asked.out, asked.part_mib * _MIB, asked.options)
+    except (ValueError, OSError) as error:
+        options.error(str(error))
+    except subprocess.CalledProcessError as error:  # it has said why
+        sys.exit(error.returncode)
+    for path in made:
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
