@@ -22,7 +22,7 @@ from benchmarks import common, datasets
 from benchmarks.datasets import DataSet, Item
 from hispec_ray import LLM, SamplingParams, Settings
 from hispec_ray.commands.settings import settings_from
-from hispec_ray.config import SpeculationSettings
+from hispec_ray.config import DEFAULT_MODEL, SpeculationSettings
 from hispec_ray.core.plan import LevelCounts
 from hispec_ray.shard.shard import levels_for
 from hispec_ray.tuning.planner import PLAIN, decode, describe
@@ -152,17 +152,26 @@ def draw(results: Mapping[tuple[str, int, float], Mapping[str, Cell]], names: Se
 
 def _options() -> argparse.Namespace:
     options = common.parser(__doc__ or "", "methods")
-    options.add_argument("--model", default="smollm2-135m-instruct", help="as model.path; 'abacus' measures on its problems alone")
+    options.add_argument("--model", default=None, help="as model.path (default smollm2-135m-instruct); abacus: on its problems alone")
     options.add_argument("--heads", default=None, help="a file of trained exits")
-    options.add_argument("--deployment", type=Path, default=None, help="a deployment file, in place of --model, --heads and tuning")
+    options.add_argument(
+        "--deployment", type=Path, default=None, help="a deployment file, in place of --model, --heads, --dtype and tuning"
+    )
     options.add_argument("--data", type=Path, default=None, help="a folder of .jsonl files; prompts of this project where not given")
     options.add_argument("--prompts", type=int, default=None, help="of each data set, to measure on; some others are tuned on (default 16)")
     options.add_argument("--max-tokens", type=int, default=None)
     options.add_argument("--runs", type=int, default=None)
-    options.add_argument("--dtype", default="bfloat16")
+    options.add_argument("--dtype", default=None, help="(default bfloat16)")
     options.add_argument("--batches", type=_numbers(int), default=None, help="batch sizes (default 1,4,16)")
     options.add_argument("--temperatures", type=_numbers(float), default=None, help="(default 0,0.8; --quick: 0)")
     asked = options.parse_args()
+    for name in ("prompts", "max_tokens", "runs"):
+        if (value := getattr(asked, name)) is not None and value < 1:
+            options.error(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    if asked.deployment and (others := [name for name in ("model", "heads", "dtype") if getattr(asked, name)]):
+        options.error(f"--deployment says what --{others[0]} would; give one of them")
+    if asked.batches and min(asked.batches) < 1:
+        options.error(f"--batches is {','.join(map(str, asked.batches))}; each must be at least 1")
     asked.batches = asked.batches or BATCHES
     asked.temperatures = asked.temperatures or (TEMPERATURES[:1] if asked.quick else TEMPERATURES)
     if 0.0 not in asked.temperatures or 1 not in asked.batches:
@@ -173,10 +182,11 @@ def _options() -> argparse.Namespace:
 def main() -> None:
     asked = _options()
     each = asked.prompts or (4 if asked.quick else 16)
-    max_tokens = asked.max_tokens or (48 if asked.quick else 200 if asked.model == "abacus" else 128)
-    runs = asked.runs or (1 if asked.quick else 3)
     settings = settings_of(asked)
+    max_tokens = asked.max_tokens or (48 if asked.quick else 200 if settings.model.path == "abacus" else 128)
+    runs = asked.runs or (1 if asked.quick else 3)
     heads = settings.speculation.exits.heads
+    asked.model = settings.model.path
     sets = data_sets(asked, each)
     reader = LLM(settings.model_copy(update={"speculation": with_heads(PLAIN, heads)}))
     halves = {data.name: data.halves(each) for data in sets}
@@ -204,10 +214,9 @@ def main() -> None:
     outcome = Outcome(plans, results)
     found = lines(outcome, sets, {name: half for name, (_, half) in halves.items()}, reader)
     rows = [[shown(line[column]) for column in COLUMNS] for line in found]
-    model = settings.model.path
-    common.table(f"{model}: methods (passes and reads are a token's)", COLUMNS, rows)
+    common.table(f"{asked.model}: methods (passes and reads are a token's)", COLUMNS, rows)
     asked.out.mkdir(parents=True, exist_ok=True)
-    stem = f"methods-{asked.deployment.stem if asked.deployment else Path(model).name}"
+    stem = f"methods-{asked.deployment.stem if asked.deployment else Path(asked.model).name}"
     markdown = ["| " + " | ".join(row) + " |" for row in (COLUMNS, ["---"] * len(COLUMNS), *rows)]
     (asked.out / f"{stem}.md").write_text("\n".join(markdown) + "\n")
     draw(results, list(plans), asked.out / f"{stem}.png")
@@ -215,6 +224,8 @@ def main() -> None:
         words = f"tuned: {plan.name()}: {plan.predicted:.1f} tokens/s expected, {plan.measured or 0:.1f} measured"
         common.console.print(words, highlight=False)
     for words, name in (("best hierarchical", outcome.best("hispec")), ("fastest", outcome.best())):
+        if name is None:
+            continue
         common.console.print(f"{words}: {name}, {describe(plans[name])}", highlight=False)
     common.finish(stem, asked.out, outcome.headline(), {"rows": found, "agreement": tuning.agreement if tuning else None})
 
@@ -233,7 +244,7 @@ def settings_of(asked: argparse.Namespace) -> Settings:
         return settings.model_copy(update={"cache": settings.cache.model_copy(update={"prefix_caching": False})})
     return Settings.model_validate(
         {
-            "model": {"path": asked.model, "dtype": asked.dtype, "threads": asked.threads},
+            "model": {"path": asked.model or DEFAULT_MODEL, "dtype": asked.dtype or "bfloat16", "threads": asked.threads},
             "cache": {"prefix_caching": False},
             "speculation": {"exits": {"heads": asked.heads}},
         }
@@ -262,29 +273,32 @@ class Outcome:
         cells = [self.results[s, batch, 0.0] for s in every]
         return statistics.geometric_mean(common.median_ratio(c[name].speeds, c["plain"].speeds) for c in cells)
 
-    def best(self, method: str | None = None) -> str:
-        """The fastest at batch 1, of a method or where it has none of all that speculate."""
+    def best(self, method: str | None = None) -> str | None:
+        """The fastest at batch 1, of a method or of all that speculate; None where no plan does."""
         others = [name for name in self.plans if name != "plain"]
-        names = [name for name in others if self.plans[name].method == method] or others
-        return max(names, key=lambda name: self.ratio(name, 1))
+        names = [name for name in others if method in (None, self.plans[name].method)]
+        return max(names, key=lambda name: self.ratio(name, 1), default=None)
 
     def headline(self) -> dict[str, object]:
-        hierarchical, fastest = self.best("hispec"), self.best()
+        hierarchical, fastest, single = self.best("hispec"), self.best(), "single" if "single" in self.plans else None
         most = max(batch for _, batch, _ in self.results)
         same = [same_text(cells[n], cells["plain"]) for cells in self.results.values() for n in self.plans if n != "plain"]
-        at16 = [
-            common.median_ratio(cells[n].speeds, cells["plain"].speeds)
+        at_most = [
+            common.median_ratio(cells[name].speeds, cells["plain"].speeds)
             for (_, batch, _), cells in self.results.items()
-            for n in {hierarchical, fastest}
-            if batch == most
+            for name in {hierarchical, fastest} - {None}
+            if batch == most and name
         ]
-        return {
-            "hispec_vs_plain": round(self.ratio(hierarchical, 1), 3),
-            "hispec_vs_single": round(self.ratio(hierarchical, 1) / self.ratio("single", 1), 3) if "single" in self.plans else None,
-            f"batch{most}_vs_plain": round(min(at16), 3),
-            "worst_data_set": round(min(self.ratio(fastest, 1, [s]) for s in self.sets), 3),
-            "identical": f"{sum(same)}/{len(same)}",
-        }
+        found: dict[str, object] = {}
+        if hierarchical:
+            found["hispec_vs_plain"] = round(self.ratio(hierarchical, 1), 3)
+        if hierarchical and single:
+            found["hispec_vs_single"] = round(self.ratio(hierarchical, 1) / self.ratio(single, 1), 3)
+        if fastest:
+            found["fastest_vs_plain"] = round(self.ratio(fastest, 1), 3)
+            found[f"batch{most}_vs_plain"] = round(min(at_most), 3)
+            found["worst_data_set"] = round(min(self.ratio(fastest, 1, [s]) for s in self.sets), 3)
+        return {**found, "identical": f"{sum(same)}/{len(same)}"}
 
 
 COLUMNS = ("data", "batch", "T", "method", "tokens/s", "/ plain", "full passes", "layer passes", "head reads", "right", "same text")

@@ -16,20 +16,24 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from hispec_ray.model.heads import card_path
+
 LIST = "parts.json"
 _MIB = 2**20
 
 
 def pack(paths: Iterable[Path], out: Path, part_bytes: int) -> list[Path]:
-    """Put files and folders into parts of at most so many bytes in `out`, beside their list; return the parts.
+    """Put files and folders, links as what they lead to, into parts of at most so many bytes in `out`, beside their list; return the parts.
 
-    Raises ValueError where a path does not exist or two have the same name.
+    Raises ValueError where a path does not exist, two have the same name, or `out` holds parts already.
     """
     names: set[str] = set()
+    if (out / LIST).exists():
+        raise ValueError(f"{out} holds parts already; name another folder")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile() as whole:
-        with tarfile.open(fileobj=whole, mode="w") as archive:
-            for path in paths:
+        with tarfile.open(fileobj=whole, mode="w", dereference=True) as archive:
+            for path in (path.resolve() for path in paths):
                 if not path.exists():
                     raise ValueError(f"{path} does not exist")
                 if path.name in names:
@@ -50,9 +54,9 @@ def pack(paths: Iterable[Path], out: Path, part_bytes: int) -> list[Path]:
 def unpack(folder: Path, out: Path) -> list[Path]:
     """Put parts together in `out`; return what was packed. Raises ValueError where a part is missing or is not what it was."""
     try:
-        digests: dict[str, str] = json.loads((folder / LIST).read_text())
-    except OSError as error:
-        raise ValueError(f"{folder / LIST} cannot be read: {error.strerror}") from None
+        digests = {str(name): str(digest) for name, digest in json.loads((folder / LIST).read_text()).items()}
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{folder / LIST} cannot be read: {error}") from None
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile() as whole:
         for name, digest in digests.items():
@@ -64,9 +68,12 @@ def unpack(folder: Path, out: Path) -> list[Path]:
                 raise ValueError(f"{part} is not what was packed ({len(piece)} bytes); copy it again")
             whole.write(piece)
         whole.seek(0)
-        with tarfile.open(fileobj=whole) as archive:
-            top = list(dict.fromkeys(name.split("/")[0] for name in archive.getnames()))
-            archive.extractall(out, filter="data")
+        try:
+            with tarfile.open(fileobj=whole) as archive:
+                top = list(dict.fromkeys(name.split("/")[0] for name in archive.getnames()))
+                archive.extractall(out, filter="data")
+        except tarfile.TarError as error:
+            raise ValueError(f"the parts in {folder} are no archive that `pack` makes: {' '.join(str(error).split())}") from None
     return [out / name for name in top]
 
 
@@ -83,11 +90,13 @@ def train(folder: Path, work: Path, out: Path, part_bytes: int, options: Sequenc
     command = [sys.executable, "-c", "from hispec_ray.cli import main; main()", "train-exits", "--model", str(model), *data]
     done = subprocess.run([*command, "--out", str(work / "exits"), *options], check=True, stdout=subprocess.PIPE, text=True)
     result = Path(done.stdout.splitlines()[-1])
-    results = [result] if result.is_dir() else [result, result.with_suffix(".json")]
+    results = [result] if result.is_dir() else [result, card_path(result)]
     return pack([*results, work / "exits" / "log.jsonl"], out, part_bytes)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    words = list(sys.argv[1:] if argv is None else argv)
+    ours, further = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     options = argparse.ArgumentParser(prog="python -m cluster.offline", description=__doc__)
     commands = options.add_subparsers(dest="command", required=True)
     packing = commands.add_parser("pack", help="cut files and folders into parts; for train: a model, then texts")
@@ -97,12 +106,13 @@ def main() -> None:
     training = commands.add_parser("train", help="train on what was packed; what stands behind -- goes to hispec train-exits")
     training.add_argument("folder", type=Path)
     training.add_argument("--work", type=Path, required=True, help="a folder for the files, checkpoints and the log")
-    training.add_argument("options", nargs="*", help="-- --exits 2,4,8 --device cuda ...")
     for command, mib in ((packing, 50), (training, 15)):
         command.add_argument("--part-mib", type=int, default=mib, help=f"most of a part (default {mib})")
     for command in (packing, unpacking, training):
         command.add_argument("--out", type=Path, required=True, help="a folder for what comes out")
-    asked = options.parse_args()
+    asked = options.parse_args(ours)
+    if further and asked.command != "train":
+        options.error(f"behind -- stands {' '.join(further)}; only train takes further options")
     if asked.command != "unpack" and asked.part_mib < 1:
         options.error(f"--part-mib is {asked.part_mib}; it must be at least 1")
     try:
@@ -111,7 +121,7 @@ def main() -> None:
         elif asked.command == "unpack":
             made = unpack(asked.folder, asked.out)
         else:
-            made = train(asked.folder, asked.work, asked.out, asked.part_mib * _MIB, asked.options)
+            made = train(asked.folder, asked.work, asked.out, asked.part_mib * _MIB, further)
     except (ValueError, OSError) as error:
         options.error(str(error))
     except subprocess.CalledProcessError as error:  # it has said why

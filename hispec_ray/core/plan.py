@@ -60,8 +60,8 @@ class SequencePlan:
 class Timings:
     """What a round took, in seconds on the clock of who measured it.
 
-    passes: (number of the cost in the pace, rows, seconds of one, how many of them, in parts too). asked: what a lookup took to say
-        what it guesses.
+    passes: (number of the cost in the pace, rows, seconds of one, how many of them, a fraction for a part of one).
+    asked: what a lookup took to say what it guesses.
     """
 
     start: float = 0.0
@@ -213,7 +213,7 @@ class DraftStarts:
     """Where the guessing begins, for N sequences.
 
     tokens, positions: int64[N], the token after which to guess and its position; its row has not been run.
-    table, tables: int64[N] and [T, B], as in `Rows`. steps: int64[N], most guesses of each, none at 0.
+    table, tables: int64[N] and [T, B], as in `Rows`. steps: int64[N], most guesses of each, none at 0; not all 0.
     homes: int64[N, max(steps) + 1], lines of `held`: of the rows that guesses are made from, then of the last guess.
     temperatures, seeds: of the choice rule.
     """

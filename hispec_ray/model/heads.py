@@ -154,7 +154,8 @@ def load_heads(path: Path, fingerprint: str, *, needed: Sequence[int], architect
     """Read a file of trained exits.
 
     Raises ValueError, in one line that names `speculation.exits.heads`, where the file or its card cannot be read, belongs to another
-    model, was not trained for an exit that is needed, has a tensor of another shape, or names ids outside the vocabulary.
+    model, was not trained for an exit that is needed, lacks a tensor that its card promises or has one of another shape or with numbers
+    that are not finite, or names ids outside the vocabulary.
     """
     card = read_card(path)
     if card.base != fingerprint:
@@ -167,20 +168,57 @@ def load_heads(path: Path, fingerprint: str, *, needed: Sequence[int], architect
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise _refused(path, f"it cannot be read: {error}") from error
-    ids = tensors.pop("vocabulary", None)
-    if ids is not None:
-        ids = ids.to(torch.int64)
-        if len(ids) < 1 or bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= architecture.vocabulary:
-            raise _refused(path, f"its vocabulary must be ascending ids from 0 to {architecture.vocabulary - 1}")
-    found: dict[int, ExitWeights] = {}
-    for depth in card.exits:
-        parts = {name: tensors.get(f"exits.{depth}.{name}") for name in ("up", "down")}
-        for name, tensor in parts.items():
-            if tensor is not None and tensor.shape[1 if name == "up" else 0] != architecture.width:
-                raise _refused(path, f"exits.{depth}.{name} has shape {list(tensor.shape)}; the model is {architecture.width} wide")
-        block = _read_block(path, tensors, depth, architecture) if card.kind == "block" else None
-        found[depth] = ExitWeights(**parts, block=block).to(dtype)
-    return Heads(found, ids)
+    ids = _read_vocabulary(path, card, tensors.get("vocabulary"), architecture)
+    read = {"linear": _read_linear, "mlp": _read_mlp, "block": _read_block}.get(card.kind or "")
+    if read is None:
+        raise _refused(path, "its card names no kind; it must be linear, mlp or block")
+    return Heads({depth: read(path, tensors, depth, architecture, card).to(dtype) for depth in card.exits}, ids)
+
+
+def _read_vocabulary(path: Path, card: Card, ids: torch.Tensor | None, architecture: Architecture) -> torch.Tensor | None:
+    if ids is None and card.vocabulary is None:
+        return None
+    if ids is None or ids.ndim != 1 or ids.dtype not in (torch.int32, torch.int64):
+        found = "missing" if ids is None else f"{ids.dtype} of shape {list(ids.shape)}"
+        raise _refused(path, f"its vocabulary is {found}; it must be one row of whole numbers")
+    ids = ids.to(torch.int64)
+    if len(ids) < 1 or bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= architecture.vocabulary:
+        raise _refused(path, f"its vocabulary must be ascending ids from 0 to {architecture.vocabulary - 1}")
+    if len(ids) != card.vocabulary:
+        raise _refused(path, f"its vocabulary has {len(ids)} ids; its card says {card.vocabulary}")
+    return ids
+
+
+def _take(path: Path, tensors: Mapping[str, torch.Tensor], name: str, shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor that must be there, in this shape, of finite numbers."""
+    tensor = tensors.get(name)
+    if tensor is None:
+        raise _refused(path, f"it has no {name}; expected one of shape {list(shape)}")
+    if list(tensor.shape) != list(shape):
+        raise _refused(path, f"{name} has shape {list(tensor.shape)}; the model asks for {list(shape)}")
+    if not tensor.is_floating_point():
+        raise _refused(path, f"{name} is {tensor.dtype}; it must be bfloat16, float16 or float32")
+    if not bool(tensor.isfinite().all()):
+        raise _refused(path, f"{name} has numbers that are not finite")
+    return tensor
+
+
+def _read_linear(path: Path, tensors: Mapping[str, torch.Tensor], depth: int, architecture: Architecture, _: Card) -> ExitWeights:
+    return ExitWeights(_take(path, tensors, f"exits.{depth}.up", (architecture.width, architecture.width)))
+
+
+def _read_mlp(path: Path, tensors: Mapping[str, torch.Tensor], depth: int, architecture: Architecture, card: Card) -> ExitWeights:
+    width, inner = architecture.width, card.inner
+    if inner is None:
+        raise _refused(path, "its card names no inner width; an mlp has one")
+    up, down = f"exits.{depth}.up", f"exits.{depth}.down"
+    return ExitWeights(_take(path, tensors, up, (2 * inner, width)), _take(path, tensors, down, (width, inner)))
+
+
+def _read_block(path: Path, tensors: Mapping[str, torch.Tensor], depth: int, architecture: Architecture, _: Card) -> ExitWeights:
+    layout = layer_layout(architecture, whole(architecture))
+    block = {name: _take(path, tensors, f"exits.{depth}.block.{name}", parts.shape) for name, parts in layout.items()}
+    return ExitWeights(block=block)
 
 
 def exits_in(path: Path, architecture: Architecture, piece: Piece) -> tuple[int, int]:
@@ -200,23 +238,11 @@ def exits_in(path: Path, architecture: Architecture, piece: Piece) -> tuple[int,
     return 0, sum(math.prod(shape) for shape in shapes)
 
 
-def _read_block(path: Path, tensors: Mapping[str, torch.Tensor], depth: int, architecture: Architecture) -> dict[str, torch.Tensor]:
-    block: dict[str, torch.Tensor] = {}
-    for name, parts in layer_layout(architecture, whole(architecture)).items():
-        stored = f"exits.{depth}.block.{name}"
-        if stored not in tensors:
-            raise _refused(path, f"it has no {stored}; expected one of shape {list(parts.shape)}")
-        if tensors[stored].shape != parts.shape:
-            raise _refused(path, f"{stored} has shape {list(tensors[stored].shape)}; the model asks for {list(parts.shape)}")
-        block[name] = tensors[stored]
-    return block
-
-
 def read_card(path: Path) -> Card:
     """Read the card of a file of exits. Raises ValueError as `load_heads`."""
     try:
         return Card.model_validate(json.loads(card_path(path).read_text()))
-    except (OSError, json.JSONDecodeError, ValidationError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # a ValueError is what pydantic, json and a decoder of text raise
         words = str(error)
         if isinstance(error, ValidationError):
             words = "; ".join(f"{'.'.join(map(str, part['loc']))}: {part['msg']}" for part in error.errors())
@@ -244,3 +270,9 @@ def block_weights(layer: nn.Module, architecture: Architecture) -> ExitWeights:
 
 def _refused(path: Path, why: str) -> ValueError:
     return ValueError(f"speculation.exits.heads is {str(path)!r}: {why}")
+
+
+def heads_path(name: str) -> Path:
+    """Return where a file of trained exits lies: the one of this package for its model's name, else a file."""
+    packaged = Path(__file__).parents[1] / "exits" / f"{name}.safetensors"
+    return packaged if packaged.is_file() and not Path(name).exists() else Path(name).expanduser()

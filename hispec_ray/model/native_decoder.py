@@ -248,10 +248,10 @@ class NativeDecoder:
     def _network(self, exit: ExitWeights) -> _Network:
         if exit.up is None:
             return _Network()
+        inner = 0 if exit.down is None else exit.down.shape[1]
+        self._row_floats = max(self._row_floats, 3 * self.architecture.width + 2 * inner)
         if exit.down is None:
             return _Network(up=self._matrix(exit.up, None))
-        inner = exit.down.shape[1]
-        self._row_floats = max(self._row_floats, 3 * self.architecture.width + 2 * inner)
         return _Network(
             up=self._matrix(exit.up[inner:], None), gate=self._matrix(exit.up[:inner], None), down=self._matrix(exit.down, None)
         )

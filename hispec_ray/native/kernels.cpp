@@ -216,9 +216,9 @@ static __attribute__((noinline)) void put_part(const Target& t, int64_t panel, i
   else std::memcpy(out, in, size_t(columns) * 4);
 }
 
-// What to fetch while rows in so many groups pass a panel: the rest of it, or where it stays, a part of the next one for each group.
+// What to fetch while rows in so many groups pass a panel: what comes soon, or where the panel stays, a part of the next one for each group.
 static inline Ahead while_passing(const char* panel, int64_t bytes, int64_t depth, int64_t groups) {
-  return groups == 1 ? soon(panel) : Ahead{panel + bytes, 2 * bytes / depth / groups};
+  return {panel + (groups == 1 ? 2048 : bytes), 2 * bytes / depth / groups};
 }
 
 // from, to: whole panels.

@@ -59,6 +59,7 @@ class Meeting {
 class Team {
  public:
   explicit Team(int threads) : threads_(threads), cores_(size_t(threads)) {
+    for (auto& core : cores_) core.store(-1);
     for (int t = 1; t < threads; ++t) std::thread([this, t] { work(t); }).detach();
   }
 
@@ -111,9 +112,10 @@ class Team {
     cpu_set_t allowed, free;
     if (sched_getaffinity(0, sizeof allowed, &allowed)) return;
     free = allowed;
-    for (int other = 0; other < t; ++other) CPU_CLR(cores_[size_t(other)].load(std::memory_order_relaxed), &free);
+    for (int other = 0; other < t; ++other)
+      if (const int core = cores_[size_t(other)].load(std::memory_order_relaxed); core >= 0) CPU_CLR(core, &free);
     if (!CPU_COUNT(&free) || sched_setaffinity(0, sizeof free, &free)) return;
-    sched_setaffinity(0, sizeof allowed, &allowed);  // moved, and as free as before
+    sched_setaffinity(0, sizeof allowed, &allowed);  // moved, and as free as before (or as before a change in between)
     cores_[size_t(t)].store(core(), std::memory_order_relaxed);
 #endif
   }
@@ -140,7 +142,7 @@ class Team {
   }
 
   const int threads_;
-  std::vector<std::atomic<int>> cores_;  // that the threads were on last; any where that is not known
+  std::vector<std::atomic<int>> cores_;  // that the threads were on last; -1 where that is not known
   std::mutex caller_, sleep_;
   std::condition_variable wake_;
   void* argument_ = nullptr;

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from hispec_ray.config import Settings, SpeculationSettings
 from hispec_ray.core.plan import StepPlan, StepResult, Tentative
 from hispec_ray.model.architecture import Architecture, check_exits
 from hispec_ray.model.decoder import Decoder
-from hispec_ray.model.heads import Heads, exit_layers, exits_in, load_heads, piece_of_heads
+from hispec_ray.model.heads import Heads, exit_layers, exits_in, heads_path, load_heads, piece_of_heads
 from hispec_ray.model.layout import weight_bytes
 from hispec_ray.model.native_decoder import NativeDecoder
 from hispec_ray.model.parallel import ALONE, Collective, Piece, whole
@@ -93,7 +92,7 @@ class Shard:
 
     levels: of the method, see `levels_for`; sources: who may have chosen a token first, see `Round`; blocks: of the key-value pool;
     weight_bytes, cache_bytes: what the weights and the pool take.
-    Sets the threads of torch for the whole process.
+    Sets the threads of torch for the whole process: one where the native kernels have their own.
     Raises ValueError when the settings do not fit the model or the machine.
     """
 
@@ -124,7 +123,7 @@ class Shard:
         self.blocks = cache_blocks(settings, replace(needs, weight_bytes=0) if like else needs, free)
         self.cache_bytes = self.blocks * needs.block_bytes
         threads = settings.model.thread_count()
-        torch.set_num_threads(1 if native else threads)  # torch's own threads, once woken, spin for milliseconds on the kernels' cores
+        torch.set_num_threads(threads)
         self.choose: Choose = choose_native(threads) if native else choose_torch
         if collective.size > 1:
             self.choose = choose_together(self.choose, collective.gather)
@@ -147,6 +146,8 @@ class Shard:
                 f"the model's {self.weight_bytes / _GIB:.1f} GiB and a cache of {self.blocks} blocks, {self.cache_bytes / _GIB:.1f} GiB "
                 "(cache.memory_gib or cache.blocks), do not fit into memory"
             ) from error
+        if native:
+            torch.set_num_threads(1)  # torch's own threads, once woken, spin for milliseconds on the kernels' cores
         self.grammars: Grammars = like.grammars if like else Grammars(source.byte_tokenizer)
         drafter, first, end = drafter_for(speculation), piece.layers.start, piece.layers.stop
         self._round: Round | None = None
@@ -208,7 +209,7 @@ def _heads_for(speculation: SpeculationSettings, source: ModelSource, dtype: tor
     """The trained exits, where a file of them is named. Raises ValueError as `load_heads`."""
     if speculation.exits.heads is None:
         return None
-    path, a = Path(speculation.exits.heads).expanduser(), source.architecture
+    path, a = heads_path(speculation.exits.heads), source.architecture
     needed = [level.depth for level in levels_for(speculation, a.layers)[:-1] if level.depth < a.layers]
     return load_heads(path, source.fingerprint(), needed=needed, architecture=a, dtype=dtype)
 
@@ -239,7 +240,7 @@ def needs_of(settings: Settings, architecture: Architecture, piece: Piece, *, na
     """
     dtype: torch.dtype = getattr(torch, settings.model.dtype)
     heads = settings.speculation.exits.heads
-    own, numbers = exits_in(Path(heads).expanduser(), architecture, piece) if heads and piece.embeds else (0, 0)
+    own, numbers = exits_in(heads_path(heads), architecture, piece) if heads and piece.embeds else (0, 0)
     decoder = NativeDecoder if native else TorchDecoder
     block = decoder.block_bytes(piece.architecture(architecture), len(piece.layers) + own, settings.cache.block_size, dtype)
     return Needs(weight_bytes(architecture, piece, dtype) + numbers * dtype.itemsize, block)

@@ -128,7 +128,9 @@ class LookupDrafter:
             if text is None or sequence.history is not None:
                 text = self._texts[sequence.id] = _Text()
                 text.unread += sequence.history or ()
-            text.unread += sequence.tokens[text.length - sequence.start :]  # the last one committed is known already
+            more = sequence.tokens[text.length - sequence.start :]  # the last one committed is known already
+            assert not (more and text.new), "a prompt ends before its text is written"
+            text.unread += more
 
     def committed(self, id: int, tokens: Sequence[int], seconds: Sequence[int]) -> None:
         self._texts[id].new += zip(tokens, seconds, strict=True)

@@ -200,7 +200,8 @@ class Looker:
         while segment <= level:
             begun = self._clock()
             unrun = unrun_of(segment, states)
-            if not any(count or start < len(s.tokens) for s, (start, count) in zip(states, unrun, strict=True)):  # by a run of drafts
+            if not any(count or start < len(s.tokens) for s, (start, count) in zip(states, unrun, strict=True)):
+                # a run of drafts has run them already
                 segment, depth = segment + 1, self.cast.levels[segment].depth
                 continue
             last = segment  # segments that run the same rows are run as one

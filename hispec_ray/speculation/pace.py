@@ -43,12 +43,12 @@ _MARGIN = 1.02
 _EXACT = 64
 """Passes of up to so many rows are kept apart by their number; larger ones in buckets, each a quarter wider than the one before."""
 _FORGET = 128
-"""Rounds after which choices are made anew, because costs drift, and one round is plain. At first so after 1, 2, 4, 8, 16, 32, 64 rounds,
-because a process begins cold."""
+"""Rounds after which choices are made anew, for costs drift, and a round is plain, as the yardstick. Up to there that happens in rounds
+1, 2, 4, 8, 16, 32 and 64, for a process begins cold."""
 LAST_ROW = 0.5
 """What the last row of a run of guesses counts: a guess without head and choice."""
 _SELDOM = 4
-"""Of so many plain rounds in a row one is learned from: what passes cost is known, and looking costs time too."""
+"""Of so many plain rounds of a batch size one is learned from: what passes cost is known by then, and learning takes time too."""
 _MOST_CHOICES = 4096  # that are remembered; each is a batch size and shares to a twentieth
 
 
@@ -90,7 +90,7 @@ class Cost:
         return max(0.0, self.of(further) - self.of(rows)) / (further - rows) if further > rows else None
 
     def of(self, rows: float) -> float:
-        """Expected seconds: between what was measured, by lines; beyond it, as its rows cost on average; 0 where nothing was."""
+        """Expected seconds: between what was measured, by lines; beyond it, on the line from the first to the last; 0 where nothing was."""
         if rows <= 0 or not self._rows:
             return 0.0
         at = bisect_left(self._rows, rows)
@@ -136,14 +136,17 @@ class Price(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What the pace knew of a round when it began. batch: sequences that decode; goes_on: some of them did in an earlier one.
+    """What the pace knew of a round when it began. number: from 1; batch: sequences that decode.
 
-    alone: no prompt is read beside them.
+    goes_on: some of them did in an earlier one. alone: no prompt is read beside them. plainly: it is plain so that plain decoding's
+    price stays true.
     """
 
+    number: int
     batch: int
     goes_on: bool
     alone: bool
+    plainly: bool
 
 
 @dataclass(slots=True)
@@ -201,6 +204,7 @@ class Pace:
         self._asked = 0.0  # of these, the lookup's
         self._ended: float | None = None
         self._unbooked = 0  # tokens of plain rounds that were not learned from
+        self._skipped: dict[int, int] = {}  # by batch, such rounds since one was
         self._plains: dict[int, float] = {}  # seconds of plain rounds by batch, as the costs stand
 
     def begin(self, plan: StepPlan) -> Begun:
@@ -210,15 +214,16 @@ class Pace:
         decoding = [s for s in plan.sequences if s.room]
         goes_on = any(s.id in self._habits for s in decoding)
         self._rounds += 1
-        self._age = self._rounds // _FORGET or self._rounds.bit_length() - _FORGET.bit_length()
-        self._plainly = self._rounds % _FORGET == 0 or (self._rounds < _FORGET and self._rounds & (self._rounds - 1) == 0)
+        first = self._rounds < _FORGET  # then at powers of two
+        self._age = self._rounds.bit_length() if first else _FORGET + self._rounds // _FORGET
+        self._plainly = self._rounds & (self._rounds - 1) == 0 if first else self._rounds % _FORGET == 0
         self._told = self._asked = 0.0
         self._turn_to(len(decoding))
         for s in decoding:
             if s.id not in self._habits:
                 self._habits[s.id] = _Habit(list(self._usual))
             self._habits[s.id].rounds += 1
-        return Begun(len(decoding), goes_on, len(decoding) == len(plan.sequences))
+        return Begun(self._rounds, len(decoding), goes_on, len(decoding) == len(plan.sequences), self._plainly)
 
     def _turn_to(self, batch: int) -> None:
         """Reckon with so many sequences."""
@@ -229,10 +234,9 @@ class Pace:
         self._rows.clear()
 
     def timed(self, cost: Cost, rows: int, seconds: float, times: float = 1) -> None:
-        """Take note of what a pass of this round took, or each of so many. The first round is no measure: it finds memory cold."""
-        if self._rounds > 1:
-            cost.add(rows, seconds)
-            self._plains.clear()
+        """Take note of what a pass of a round took, or each of so many."""
+        cost.add(rows, seconds)
+        self._plains.clear()
         self._told += times * seconds
 
     def asked(self, seconds: float) -> None:
@@ -288,7 +292,7 @@ class Pace:
             habit.tried, habit.failed = habit.rounds, 0
             habit.chosen = habit.windows if self._looked >= _STRANGE else self._smallest()
         # plain decoding is thought best: try again now and then, the less often the more tries have failed
-        elif habit.rounds - habit.tried >= 8 << min(habit.failed, 6) and self._affords(habit.shares, self._smallest()):
+        elif habit.rounds - habit.tried >= 8 << min(habit.failed, 4) and self._affords(habit.shares, self._smallest()):
             habit.tried = habit.rounds
             habit.failed += 1
             habit.chosen = self._smallest()
@@ -362,11 +366,15 @@ class Pace:
 
         Rounds may overlap: this one need not be the one that began last.
         """
-        known = self._rounds > _FORGET and self._around.knows(begun.batch)
-        if known and not looks and not timings.asked and self._rounds % _SELDOM:
-            self._unbooked += begun.batch
-            self._ended = timings.end
+        if begun.number == 1:  # it finds memory cold, and is no measure
             return
+        if not looks and not timings.asked and not begun.plainly and begun.number > _FORGET and self._around.knows(begun.batch):
+            skipped = self._skipped.get(begun.batch, 0) + 1
+            self._skipped[begun.batch] = skipped % _SELDOM
+            if skipped < _SELDOM:
+                self._unbooked += begun.batch
+                self._ended = timings.end
+                return
         self._told = self._asked = 0.0
         self._turn_to(begun.batch)
         for number, rows, seconds, times in timings.passes:
@@ -382,7 +390,7 @@ class Pace:
         if not batch:
             return
         spent = now - start + gap
-        if begun.alone and self._rounds > 1:  # the time is decoding's
+        if begun.alone:  # the time is decoding's
             around = self._around_guesses if looks else self._around
             around.add(batch, max(0.0, spent - self._told))
             self._plains.clear()
@@ -394,6 +402,8 @@ class Pace:
                 continue
             habit = self._habits[look.id]
             self._looked += look.seen[-1]
+            if 2 * look.kept[-1] > look.seen[-1]:
+                habit.failed = 0  # a try that went well is made again soon
             for level, (seen, kept) in enumerate(zip(look.seen, look.kept, strict=True)):
                 if seen:
                     weight = 1 - (1 - _STEP) ** seen

@@ -303,8 +303,8 @@ class Round:
         passes = max(len(guesses) for guesses in drafts.guesses)
         count.passes += passes
         count.layers += (passes + 1) * self._looker.layers[0]
-        guesses_long = passes + LAST_ROW
-        turn.timed(2 * len(self._cast.levels), len(states), (self._clock() - begun) / guesses_long, guesses_long)
+        worth = passes + LAST_ROW  # guesses
+        turn.timed(2 * len(self._cast.levels), len(states), (self._clock() - begun) / worth, worth)
 
     def _choose_guess(
         self,

@@ -26,7 +26,7 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 @dataclass(slots=True)
 class Work:
-    """What a plan did: seconds of its passes alone, as they were timed; passes, rounds, tokens written, texts that were looked up in.
+    """What a plan did: seconds of its passes, timed alone, outside of rounds; passes, rounds, tokens written, lookups.
 
     A run of guesses counts as half a pass.
     """
@@ -62,6 +62,10 @@ class Costs:
     own: dict[int, int] = field(default_factory=dict)
     besides: Besides = field(default_factory=Besides)
     scale: float = 1.0
+
+    def last_row(self, depth: int) -> float:
+        """Return what the row of a run's last guess takes, which has no head."""
+        return (depth + (depth in self.own)) * self.layer.of(1)
 
     def seconds(self, work: Work) -> float:
         """Return what so much work takes."""
@@ -110,7 +114,7 @@ def measure(llm: LLM, depths: Sequence[int], choose: Choose, *, context: int, ro
         seeds=[0],
     )
     for depth in depths:
-        seconds = _median(repeats, decoder.draft, depth, starts, held, 0.0) - depth * costs.layer.of(1)  # the last one's row is run too
+        seconds = _median(repeats, decoder.draft, depth, starts, held, 0.0) - costs.last_row(depth)
         costs.guesses.setdefault(depth, Cost()).add(1, max(0.0, seconds) / steps)
     return costs
 
@@ -118,8 +122,7 @@ def measure(llm: LLM, depths: Sequence[int], choose: Choose, *, context: int, ro
 def fit(costs: Costs, works: Sequence[Work], seconds: Sequence[float]) -> None:
     """Set the scale and what lies around passes so that the works take about these seconds, in proportion to each.
 
-    Least squares of what is never negative, the scale's excess over LEAST_SCALE among it: of all choices of what costs nothing, the one
-    whose solution is positive and fits best.
+    Non-negative least squares, by trying every set of terms that are not zero. One of the terms is the scale's excess over LEAST_SCALE.
     """
     names = [f.name for f in fields(Work)]
     rows = np.array([[getattr(work, name) / spent for name in names] for work, spent in zip(works, seconds, strict=True)])

@@ -24,7 +24,7 @@ GRID: dict[str, tuple[int | float, ...]] = {
 }
 """The values that a plan's numbers may take."""
 _BRANCH_BELOW = 1.0
-_CALIBRATIONS = 3  # turns
+_CALIBRATION_TURNS = 3
 
 
 @dataclass(slots=True)
@@ -182,7 +182,7 @@ def decode(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[Sampling
 def calibrate(bench: Bench, recordings: Sequence[Recording], costs: Costs, layers: int, probes: Sequence[SpeculationSettings]) -> None:
     """Run plain decoding and some other plans, and fit to them what lies around passes. The bench writes these recordings' texts."""
     plans = [PLAIN, *(probe.model_copy(update={"pace": "fixed"}) for probe in probes)]
-    speeds = [statistics.median(found) for found in bench.compare(plans, _CALIBRATIONS)]
+    speeds = [statistics.median(found) for found in bench.compare(plans, _CALIBRATION_TURNS)]
     works = [replay(plan, recordings, costs, layers)[2] for plan in plans]
     fit(costs, works, [work.tokens / speed for work, speed in zip(works, speeds, strict=True)])
 

@@ -101,7 +101,7 @@ class _Stage:
             seconds.append(second)
             gaps.append(gap)
             position += 1
-        self.work.alone += len(guesses) * self.costs.guesses[depth].of(1) + depth * self.costs.layer.of(1)
+        self.work.alone += len(guesses) * self.costs.guesses[depth].of(1) + self.costs.last_row(depth)
         self.work.passes += 0.5
         return Drafts([guesses], [seconds], [gaps])
 

@@ -11,14 +11,14 @@ import yaml
 
 from hispec_ray.config import Settings, SpeculationSettings
 from hispec_ray.llm import LLM
-from hispec_ray.model.heads import read_card
+from hispec_ray.model.heads import heads_path, read_card
 from hispec_ray.tuning.costs import ROWS, Costs, measure
 from hispec_ray.tuning.planner import GRID, PLAIN, Bench, Plan, calibrate, families, predict, probes_of
 from hispec_ray.tuning.recording import Recording, listen, write_texts
 from hispec_ray.tuning.replay import replay
 
 _MOST_DEPTHS = 8
-_CALIBRATED = 6  # recordings
+_CALIBRATION_TEXTS = 6
 _LEAST_GAIN = 1.02
 """How much faster than plain decoding a plan must run to be taken."""
 
@@ -87,7 +87,7 @@ def tune(
     costs = measure(llm, depths, shard.choose, context=statistics.median_low([len(recording.tokens) for recording in recordings]))
     starts = list(families(depths, heads=heads, methods=("single", "hispec"), drafters=drafters))
     tell("timing rounds", 0, 1)
-    few = recordings[:_CALIBRATED]
+    few = recordings[:_CALIBRATION_TEXTS]
     calibrate(Bench(plain, few, max_tokens, like=llm), few, costs, layers, probes_of(starts))
     bench = Bench(plain, recordings, max_tokens, like=llm)
     plans = predict(recordings, costs, layers, starts, lambda done: tell("predicting plans", done, len(starts)))
@@ -108,7 +108,7 @@ def tune(
 
 def _depths(layers: int, heads: str | None) -> list[int]:
     if heads:
-        return [depth for depth in read_card(Path(heads).expanduser()).exits if depth < layers]
+        return [depth for depth in read_card(heads_path(heads)).exits if depth < layers]
     return list(range(1, layers))
 
 
@@ -154,7 +154,7 @@ def draw(tuning: Tuning, path: Path) -> None:
     base = next((plan.speculation for plan in tuning.plans if plan.speculation.method == "hispec"), None)
     if base is not None:
         rows, columns = GRID["draft_tokens"], GRID["window"]
-        plain = next(plan.predicted for plan in tuning.plans if plan.speculation == PLAIN)
+        plain = replay(PLAIN, tuning.recordings, tuning.costs, layers)[0]
         surface = [
             [
                 replay(base.model_copy(update={"draft_tokens": d, "window": w}), tuning.recordings, tuning.costs, layers)[0] / plain

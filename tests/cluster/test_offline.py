@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.offline import LIST, pack, train, unpack
+from cluster.offline import LIST, main, pack, unpack
 from hispec_ray.model.heads import read_card
 
 
@@ -49,13 +49,42 @@ def test_paths_that_cannot_be_packed_are_named(tmp_path: Path) -> None:
         pack([tmp_path / "a" / "same", tmp_path / "b" / "same"], tmp_path / "parts", 100)
 
 
+def test_links_are_packed_as_what_they_lead_to(tmp_path: Path) -> None:
+    """As in the folders that Hugging Face keeps: names that lead to files outside."""
+    (tmp_path / "blob").write_text("weights")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "model").symlink_to("../blob")
+    pack([tmp_path / "snapshot"], tmp_path / "parts", 100_000)
+    (folder,) = unpack(tmp_path / "parts", tmp_path / "out")
+    assert (folder / "model").read_text() == "weights"
+    assert not (folder / "model").is_symlink()
+
+
+def test_a_folder_of_parts_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "texts.txt").write_text("a text")
+    pack([tmp_path / "texts.txt"], tmp_path / "parts", 1000)
+    with pytest.raises(SystemExit) as ended:
+        main(["pack", str(tmp_path / "texts.txt"), "--out", str(tmp_path / "parts")])
+    assert ended.value.code == 2
+    assert f"{tmp_path / 'parts'} holds parts already; name another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("listed", ["{}", "[]", '{"part-000":'])
+def test_a_list_that_is_damaged_is_one_line(listed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / LIST).write_text(listed)
+    with pytest.raises(SystemExit):
+        main(["unpack", str(tmp_path / "parts"), "--out", str(tmp_path / "out")])
+    assert str(tmp_path / "parts") in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_exits_are_trained_from_parts_and_come_back_in_parts(tmp_path: Path) -> None:
     model = Path(str(files("hispec_ray.abacus") / "model"))
     (tmp_path / "texts.txt").write_text("\n".join(f"line {i} says that {i} and {i + 1} are {2 * i + 1}" for i in range(400)))
     pack([model, tmp_path / "texts.txt"], tmp_path / "job", 2**22)
     options = ["--exits", "1,2", "--steps", "4", "--lines-per-step", "2", "--line-tokens", "32", "--held-out", "0.1", "--threads", "1"]
-    parts = train(tmp_path / "job", tmp_path / "work", tmp_path / "result", 100_000, options)
-    assert len(parts) > 1
+    folders = ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "result")]
+    main(["train", str(tmp_path / "job"), *folders, "--", *options])
     weights, card, log = unpack(tmp_path / "result", tmp_path / "back")
     assert read_card(weights).exits == (1, 2)
     assert card.suffix == ".json"

@@ -234,6 +234,18 @@ def test_a_row_does_not_depend_on_what_runs_beside_it(shaped: ModelSource, build
             assert torch.equal(keys[index], contents(decoder, text)), f"keys and values of text {index}, {threads} threads"
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 7, 12, 13, 25, 70])
+def test_bf16_passes_are_nearly_those_in_fp32_with_the_same_weights(shaped: ModelSource, count: int) -> None:
+    """Whatever the number of rows, and the way of the kernels with it: what is rounded are the inputs of products, keys and values."""
+    text = Text.random(count, shaped.architecture.vocabulary, count, range(-(-count // SIZE)))
+    positions = min(1024, shaped.architecture.attention_limit)
+    weights = {name: tensor.float() for name, tensor in shaped.weights(torch.bfloat16).items()}
+    exact = NativeDecoder(shaped.architecture, weights, threads=1, positions=positions, blocks=BLOCKS, block_size=SIZE)
+    depth = shaped.architecture.layers
+    for mine, other in zip(*(run(d, [(text, 0, count)], 1, depth) for d in (native(shaped, torch.bfloat16, 2), exact)), strict=True):
+        assert (mine - other).abs().max() < 0.05 * other.abs().max()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_of_the_default_model_does_not_depend_on_what_runs_beside_it(default_source: ModelSource, dtype: torch.dtype) -> None:
     depth = default_source.architecture.layers

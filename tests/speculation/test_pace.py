@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from hispec_ray.core.plan import SequencePlan, StepPlan
-from hispec_ray.speculation.pace import ALLOWANCE, LAST_ROW, Cost, Look, Pace
+from hispec_ray.core.plan import SequencePlan, StepPlan, Timings
+from hispec_ray.speculation.pace import ALLOWANCE, LAST_ROW, Begun, Cost, Look, Pace
 
 Shares = Callable[[int], Sequence[float]]
 """tokens so far -> for each level, the true probability that it keeps a guess."""
@@ -237,7 +237,7 @@ def priced(row: float, batch: int = 1, window: int = 8) -> Pace:
     """A pace that has seen plain passes of a second each, and passes of more rows."""
     pace = Pace((window,), drafts=False)
     plan = StepPlan(tuple(SequencePlan(i, (0,), 5, (0,), True, window, 0.0, 0) for i in range(batch)))
-    pace.begin(plan)  # the first round is no measure
+    pace.begin(plan)  # this round and the next are plain, as the yardstick
     begun = pace.begin(plan)
     for rows in (1, 2, 4):
         pace.timed(pace.segments[0], rows * batch, 1.0 + row * (rows - 1) * batch)
@@ -285,12 +285,42 @@ def test_a_first_round_that_finds_memory_cold_is_no_measure() -> None:
     """Nor are choices that were made of the first rounds kept for long."""
     machine = Machine((0, 4), (2, 16), row=0.05)
     plan = StepPlan((SequencePlan(1, tuple(range(40)), 0, (0,), True, 0, 0.0, 0),))
-    begun = machine.pace.begin(plan)
-    for segment in machine.pace.segments:
-        machine.pace.timed(segment, 40, 1000.0)
-    machine.pace.end(begun, [], 0.0, 2000.0)
+    timings = Timings(0.0, 2000.0, passes=[(segment, 40, 1000.0, 1) for segment in range(2)])
+    machine.pace.learn(machine.pace.begin(plan), [], timings)
     times = machine.write(400, lambda tokens: [0.95] * 2)
     assert times[-1] / 400 < machine.plain(1) / 1.5
+
+
+def plain_round(pace: Pace, batch: int, seconds: float) -> tuple[Begun, Timings]:
+    """A round of plain decoding that has begun, and what it will have taken."""
+    begun = pace.begin(StepPlan(tuple(SequencePlan(i, (0,), 5, (0,), True, 8, 0.0, 0) for i in range(batch))))
+    return begun, Timings(0.0, seconds, passes=[(0, batch, seconds, 1)])
+
+
+def test_plain_rounds_that_overlap_go_on_to_tell_what_plain_decoding_costs() -> None:
+    """Two micro-batches of different sizes in turn, each round learned from when the next has begun."""
+    pace = Pace((8,), drafts=False)
+    waiting = plain_round(pace, 1, 1.0)
+    for number in range(1, 800):
+        batch = 1 + number % 2
+        coming = plain_round(pace, batch, (1.0 if number < 400 else 2.0) * batch)
+        pace.learn(waiting[0], [], waiting[1])
+        waiting = coming
+    assert [pace.plain_seconds(batch) for batch in (1, 2)] == [pytest.approx(2.0, rel=0.1), pytest.approx(4.0, rel=0.1)]
+
+
+def test_rounds_that_are_not_learned_from_earn_their_allowance() -> None:
+    accounts = []
+    for seldom in (1, 4):
+        pace = Pace((8,), drafts=False)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hispec_ray.speculation.pace._SELDOM", seldom)
+            for _ in range(400):
+                pace.learn((one := plain_round(pace, 1, 1.0))[0], [], one[1])
+        pace._settle(1.0, [], None)
+        accounts.append(pace._by_lookup)
+    assert accounts[0] > 0
+    assert accounts[1] == pytest.approx(accounts[0], rel=0.02)
 
 
 def test_costs_lie_on_lines_between_what_was_measured() -> None:
