@@ -20,6 +20,8 @@ from hispec_ray.model.heads import card_path
 
 LIST = "parts.json"
 _MIB = 2**20
+_MOST_MIB = 1024  # of a part, which is held in memory
+_OURS = ("--model", "--data", "--out", "--help")
 
 
 def pack(paths: Iterable[Path], out: Path, part_bytes: int) -> list[Path]:
@@ -28,17 +30,17 @@ def pack(paths: Iterable[Path], out: Path, part_bytes: int) -> list[Path]:
     Raises ValueError where a path does not exist, two have the same name, or `out` holds parts already.
     """
     names: set[str] = set()
-    if (out / LIST).exists():
-        raise ValueError(f"{out} holds parts already; name another folder")
-    out.mkdir(parents=True, exist_ok=True)
+    paths = [path.resolve() for path in paths]
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"{path} does not exist")
+        if path.name in names:
+            raise ValueError(f"two of the paths are named {path.name}; names must differ")
+        names.add(path.name)
+    _claim(out)
     with tempfile.TemporaryFile() as whole:
         with tarfile.open(fileobj=whole, mode="w", dereference=True) as archive:
-            for path in (path.resolve() for path in paths):
-                if not path.exists():
-                    raise ValueError(f"{path} does not exist")
-                if path.name in names:
-                    raise ValueError(f"two of the paths are named {path.name}; names must differ")
-                names.add(path.name)
+            for path in paths:
                 archive.add(path, arcname=path.name)
         whole.seek(0)
         parts: list[Path] = []
@@ -51,16 +53,24 @@ def pack(paths: Iterable[Path], out: Path, part_bytes: int) -> list[Path]:
     return parts
 
 
+def _claim(out: Path) -> None:
+    if (out / LIST).exists():
+        raise ValueError(f"{out} holds parts already; name another folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{out} cannot be made: {error.strerror}") from None
+
+
 def unpack(folder: Path, out: Path) -> list[Path]:
     """Put parts together in `out`; return what was packed. Raises ValueError where a part is missing or is not what it was."""
     try:
         digests = {str(name): str(digest) for name, digest in json.loads((folder / LIST).read_text()).items()}
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{folder / LIST} cannot be read: {error}") from None
-    out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile() as whole:
         for name, digest in digests.items():
-            part = folder / name
+            part = folder / Path(name).name
             if not part.is_file():
                 raise ValueError(f"{part} is missing; {LIST} names {len(digests)} parts")
             piece = part.read_bytes()
@@ -71,9 +81,10 @@ def unpack(folder: Path, out: Path) -> list[Path]:
         try:
             with tarfile.open(fileobj=whole) as archive:
                 top = list(dict.fromkeys(name.split("/")[0] for name in archive.getnames()))
+                out.mkdir(parents=True, exist_ok=True)
                 archive.extractall(out, filter="data")
-        except tarfile.TarError as error:
-            raise ValueError(f"the parts in {folder} are no archive that `pack` makes: {' '.join(str(error).split())}") from None
+        except (tarfile.TarError, OSError) as error:
+            raise ValueError(f"the parts in {folder} cannot be put together in {out}: {' '.join(str(error).split())}") from None
     return [out / name for name in top]
 
 
@@ -83,6 +94,10 @@ def train(folder: Path, work: Path, out: Path, part_bytes: int, options: Sequenc
     Returns the parts of the result. The same again goes on from the last checkpoint in `work`.
     Raises ValueError as `unpack`, and subprocess.CalledProcessError where the training fails.
     """
+    taken = [option for option in options if option.split("=")[0] in _OURS]
+    if taken:
+        raise ValueError(f"behind -- stands {taken[0]}; the model, the texts and the folder are those of this command")
+    _claim(out)  # before the time is spent
     model, *texts = unpack(folder, work / "packed")
     if not texts:
         raise ValueError(f"{folder} holds {model.name} alone; a model and at least one file of texts must be packed, in this order")
@@ -113,8 +128,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     asked = options.parse_args(ours)
     if further and asked.command != "train":
         options.error(f"behind -- stands {' '.join(further)}; only train takes further options")
-    if asked.command != "unpack" and asked.part_mib < 1:
-        options.error(f"--part-mib is {asked.part_mib}; it must be at least 1")
+    if asked.command != "unpack" and not 1 <= asked.part_mib <= _MOST_MIB:
+        options.error(f"--part-mib is {asked.part_mib}; it must be from 1 to {_MOST_MIB}")
     try:
         if asked.command == "pack":
             made = pack(asked.paths, asked.out, asked.part_mib * _MIB)

@@ -89,3 +89,18 @@ def test_exits_are_trained_from_parts_and_come_back_in_parts(tmp_path: Path) -> 
     assert read_card(weights).exits == (1, 2)
     assert card.suffix == ".json"
     assert json.loads(log.read_text().splitlines()[-1])["step"] == 4
+
+
+@pytest.mark.parametrize("option", ["--out", "--model", "--data=x", "--help"])
+def test_what_the_job_says_itself_is_no_further_option(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", str(tmp_path), "--work", str(tmp_path / "work"), "--out", str(tmp_path / "result"), "--", option, "x"])
+    assert f"behind -- stands {option}; the model, the texts and the folder" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("mib", [0, 1025])
+def test_the_size_of_a_part_has_bounds(mib: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["pack", str(tmp_path), "--out", str(tmp_path / "parts"), "--part-mib", str(mib)])
+    assert f"--part-mib is {mib}; it must be from 1 to 1024" in capsys.readouterr().err
