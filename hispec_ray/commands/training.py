@@ -79,7 +79,7 @@ def distill(
     tokens: Annotated[int, _course(min=1, help="Tokens to write in all; prompts come again with another seed.")] = 100_000,
     max_tokens: Annotated[int, _course(min=1, help="Most tokens of an answer.")] = 256,
     temperature: Annotated[float, _course(min=0, max=2, help="0 answers each prompt once, with the likeliest tokens.")] = 0.7,
-    seed: Annotated[int, _course(min=0, help="Of the answers.")] = 0,
+    seed: Annotated[int, _course(min=0, max=2**40, help="Of the answers.")] = 0,
     dtype: Annotated[str | None, _machine(help="bfloat16 or float32.", show_default="bfloat16")] = None,
     device: Annotated[str | None, _machine(help="cpu or cuda.", show_default="cpu")] = None,
     threads: Annotated[int | None, _machine(help="CPU threads.", show_default="every core")] = None,
@@ -87,8 +87,9 @@ def distill(
     """Let the model answer PROMPTS, as text for its exits to learn from: --data of train-exits."""
     given = {"path": model, "dtype": dtype, "device": device, "threads": threads}
     with in_one_line(f"stopped; the same command goes on after the answers in {out}"):
-        from hispec_ray.distill import AT_ONCE, Wish, distill, read_prompts  # noqa: PLC0415  torch takes seconds
+        from hispec_ray.distill import AT_ONCE, Wish, check_out, distill, read_prompts  # noqa: PLC0415  torch takes seconds
 
+        check_out(out, prompts)
         tree = {"speculation": {"method": "plain"}, "scheduler": {"max_sequences": AT_ONCE}}
         try:
             settings = Settings.model_validate({"model": {name: value for name, value in given.items() if value is not None}, **tree})

@@ -59,11 +59,14 @@ def tune(
 
         from hispec_ray.distill import read_prompts  # noqa: PLC0415
         from hispec_ray.llm import LLM  # noqa: PLC0415
+        from hispec_ray.training.claim import make_folder, refuse_file  # noqa: PLC0415
         from hispec_ray.tuning.tune import draw, tune  # noqa: PLC0415
 
         console = Console(stderr=True)
+        refuse_file(out)
         llm = LLM(settings)
         every = read_prompts(prompts, llm, chat, max_tokens)
+        make_folder(out)
         random.Random(0).shuffle(every)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as progress:
@@ -72,7 +75,6 @@ def tune(
                 settings, every[:count], max_tokens=max_tokens, temperature=temperature, checks=checks, runs=runs, like=llm,
                 tell=lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
             )  # fmt: skip
-        out.mkdir(parents=True, exist_ok=True)
         block = found.settings_block()
         (out / "tune.yaml").write_text(block)
         Console().print(_table(found))

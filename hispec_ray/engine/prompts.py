@@ -55,7 +55,10 @@ class PromptEncoder:
         """
         if not self._tokenizer.chat_template:
             raise RequestError("this model has no chat template; give a plain prompt (over HTTP: /v1/completions)", "messages")
-        said = for_template(messages)
+        try:
+            said = for_template(messages)
+        except (TypeError, LookupError) as error:
+            raise RequestError("messages has calls of tools that are not written as OpenAI writes them", "messages") from error
         if "tool" not in self._tokenizer.chat_template and any(m["role"] == "tool" or m.get("tool_calls") for m in said):
             raise RequestError("this model's chat template knows no tools, and messages has calls or answers of tools", "messages")
         options: dict[str, Any] = {"tools": list(tools)} if tools else {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,8 +19,9 @@ from transformers.utils import logging as transformers_logging
 from hispec_ray.config import Group, Positive
 from hispec_ray.model.heads import Card, ExitNetwork, Heads, Kind, block_weights, head_tensors
 from hispec_ray.model.weights import ModelSource, open_model
+from hispec_ray.training.claim import claim, make_folder, refuse_file
 from hispec_ray.training.data import Line, TextBatches
-from hispec_ray.training.output import EXITS_FILE, MODEL_FOLDER, whole, write_heads, write_model
+from hispec_ray.training.output import EXITS_FILE, MODEL_FOLDER, write_heads, write_model
 from hispec_ray.training.progress import Progress
 from hispec_ray.training.reading import LineReader, split
 from hispec_ray.training.student import ExitStudent, next_layer
@@ -41,14 +41,14 @@ class ExitTrainingSettings(Group):
     model: str
     data: Annotated[tuple[str, ...], Field(min_length=1)]
     """Files and folders; see `LineReader`."""
-    exits: Annotated[tuple[Positive, ...], Field(min_length=1)]
+    exits: Annotated[tuple[int, ...], Field(min_length=1)]
     """Depths, in layers from the bottom, ascending."""
     out: str
     """A folder. Processes on several machines must all see it."""
     recipe: Literal["heads", "layerskip"] = "heads"
     kind: Kind = "mlp"
     """heads: what stands at an exit before the shared norm and head; a block begins as a copy of the model's next layer."""
-    inner: Positive | None = None
+    inner: Annotated[int, Field(ge=1, le=2**20)] | None = None
     """heads: inner width of an exit's MLP; the model's width where unset."""
     vocabulary: Positive | None = None
     """heads: how many of the data's most frequent ids the exits score; all of the model's where unset."""
@@ -70,9 +70,9 @@ class ExitTrainingSettings(Group):
     dtype: Literal["bfloat16", "float32"] | None = None
     """heads: of the backbone, bfloat16 on cuda and float32 on cpu where unset; a CPU that multiplies bf16 reads faster with it.
     Exit networks are float32 everywhere."""
-    threads: Positive | None = None
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of each process."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, le=2**40)] = 0
     save_every: Positive = 200
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.02
     """Share of the data that is not trained on but measured with."""
@@ -107,8 +107,9 @@ def train_exits(settings: ExitTrainingSettings) -> Path:
     Raises ValueError, in one line, where the settings do not fit the model, the data or the training that the folder has begun, and
     OSError, with nothing half-written left, where something cannot be written.
     """
+    refuse_file(Path(settings.out).expanduser())  # before the data is read
     task = prepare(settings)
-    claim(task)
+    begin(task)
     with Progress(task.out, settings.steps, settings.exits) as progress:
         if settings.workers == 1:
             run(task, progress)
@@ -137,46 +138,29 @@ def _check(settings: ExitTrainingSettings, source: ModelSource) -> None:
     named = ",".join(map(str, settings.exits))
     if list(settings.exits) != sorted(set(settings.exits)):
         raise ValueError(f"exits is {named}; they must ascend")
-    if settings.exits[-1] >= layers:
+    if settings.exits[0] < 1 or settings.exits[-1] >= layers:
         raise ValueError(f"exits is {named}; each must be from 1 to {layers - 1} (the model has {layers} layers)")
     if settings.line_tokens > positions:
         raise ValueError(f"line_tokens is {settings.line_tokens}; it must be from 2 to {positions} (the model's context)")
     if settings.lines_per_step % settings.workers:
         raise ValueError(f"lines_per_step is {settings.lines_per_step}; it must be a multiple of workers, {settings.workers}")
-    others = {"heads": ("lora_rank", "layer_dropout", "exit_weight"), "layerskip": ("inner", "vocabulary")}
+    others = {"heads": ("lora_rank", "layer_dropout", "exit_weight"), "layerskip": ("kind", "inner", "vocabulary")}
     for name in others[settings.recipe]:
-        if getattr(settings, name) != ExitTrainingSettings.model_fields[name].default:
-            raise ValueError(f"{name} is {getattr(settings, name)} and recipe is '{settings.recipe}'; it goes with the other recipe alone")
+        value = getattr(settings, name)
+        if value != ExitTrainingSettings.model_fields[name].default:
+            raise ValueError(f"{name} is {value!r} and recipe is '{settings.recipe}'; it goes with the other recipe alone")
     if settings.dtype and settings.recipe == "layerskip":
         raise ValueError(f"dtype is '{settings.dtype}' and recipe is 'layerskip'; it goes with heads alone, where the model stays as it is")
     if settings.inner and settings.kind != "mlp":
         raise ValueError(f"inner is {settings.inner} and kind is '{settings.kind}'; it goes with 'mlp' alone")
 
 
-def claim(task: Task) -> None:
-    """Note in the output folder what is trained there. Raises ValueError where it has begun something else, OSError as `train_exits`."""
+def begin(task: Task) -> None:
+    """Note in the output folder what is trained there. Raises as `make_folder` and `claim`."""
+    make_folder(task.out)
     settings = task.settings.model_dump(mode="json", exclude=set(_FREE))
     settings |= {"model": task.base, "data": _digest(task.lines + task.held_out)}
-    path = task.out / SETTINGS_FILE
-    try:
-        if not path.is_file():
-            task.out.mkdir(parents=True, exist_ok=True)
-            with whole(path, scratch := path.with_suffix(".writing")):
-                scratch.write_text(json.dumps(settings, indent=1))
-                scratch.rename(path)
-            return
-        there = json.loads(path.read_text())
-    except OSError as error:
-        raise OSError(f"out is '{task.out}': {error}") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is damaged ({error}); name another folder with --out") from error
-    different = [name for name in settings if there.get(name) != settings[name]]
-    if different:
-        name = different[0]
-        raise ValueError(
-            f"out is '{task.out}', where a training with {name} {there.get(name)!r} has begun; this one has {settings[name]!r}. "
-            "Give the same settings to go on, or another folder"
-        )
+    claim(task.out / SETTINGS_FILE, settings, task.out, "a training", "folder")
 
 
 def _digest(lines: list[Line]) -> str:

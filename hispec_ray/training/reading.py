@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -29,6 +30,13 @@ class Record:
         value = self.fields[field]
         if not isinstance(value, str):
             raise ValueError(f"{self.where}: {field} is {_short(value)}; it must be a string")
+        return value
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the turns of a conversation. Raises ValueError where 'messages' are something else."""
+        value = self.fields["messages"]
+        if not isinstance(value, list) or not all(isinstance(message, dict) and "role" in message for message in value):
+            raise ValueError(f"{self.where}: messages is {_short(value)}; it must be a list of objects with 'role' and 'content'")
         return value
 
 
@@ -75,6 +83,8 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
         fields = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON ({error}); it must be an object a line") from None
+    except ValueError:
+        raise ValueError(f"{where}: it has a number of more than {sys.get_int_max_str_digits()} digits") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{where}: {_short(fields)} is no JSON object")
     return fields
@@ -103,7 +113,7 @@ class LineReader:
         for record in read_records(paths):
             if "text" in record.fields or ("prompt" in record.fields and "completion" not in record.fields):
                 text = record.text("text" if "text" in record.fields else "prompt")
-                pack += [*self._encode(text), *self._end()] if text.strip() else []
+                pack += [*self._encode(record, text), *self._end()] if text.strip() else []
                 while len(pack) >= self._most:
                     groups.append((Line(tuple(pack[: self._most])),))
                     del pack[: self._most]
@@ -120,8 +130,8 @@ class LineReader:
     def _lines(self, record: Record) -> Iterator[Line]:
         if "completion" in record.fields and "prompt" in record.fields:
             prompt, completion = record.text("prompt"), record.text("completion")
-            before = self._encode(prompt) if prompt else []
-            yield self._cut([*before, *self._encode(completion, special=not before), *self._end()], len(before))
+            before = self._encode(record, prompt) if prompt else []
+            yield self._cut([*before, *self._encode(record, completion, special=not before), *self._end()], len(before))
         elif "messages" in record.fields:
             yield from self._turns(record)
         elif "ids" in record.fields:
@@ -130,9 +140,7 @@ class LineReader:
             raise ValueError(f"{record.where}: has {_short(list(record.fields))}; it must have {KINDS}")
 
     def _turns(self, record: Record) -> Iterator[Line]:
-        messages, tokenizer = record.fields["messages"], self._source.tokenizer()
-        if not isinstance(messages, list) or not all(isinstance(message, dict) and "role" in message for message in messages):
-            raise ValueError(f"{record.where}: messages is {_short(messages)}; it must be a list of objects with 'role' and 'content'")
+        messages, tokenizer = record.messages(), self._source.tokenizer()
         if not tokenizer.chat_template:
             raise ValueError(f"{record.where}: has messages, but the model has no chat template; give 'prompt' and 'completion'")
         for place, message in enumerate(messages):
@@ -142,8 +150,9 @@ class LineReader:
                 before = tokenizer.apply_chat_template(messages[:place], add_generation_prompt=True, tokenize=False)
                 whole = tokenizer.apply_chat_template(messages[: place + 1], tokenize=False)
             except Exception as error:  # a template is a program of the model's maker and may raise anything
-                raise ValueError(f"{record.where}: the model's chat template refuses the messages: {error}") from error
-            read, ids = self._encode(before, special=False), self._encode(whole, special=False)
+                said = " ".join(str(error).split())
+                raise ValueError(f"{record.where}: the model's chat template refuses the messages: {said}") from error
+            read, ids = (self._encode(record, text, special=False) for text in (before, whole))
             # templates may change earlier turns (leave out thoughts): learn from where the two part
             yield self._cut(ids, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(read, ids, strict=False))))
 
@@ -154,7 +163,7 @@ class LineReader:
             raise ValueError(f"{record.where}: ids is {_short(ids)}; it must be a list of whole numbers")
         wrong = [token for token in ids if not 0 <= token < size]
         if wrong:
-            raise ValueError(f"{record.where}: ids has {wrong[0]}; the model's are from 0 to {size - 1}")
+            raise ValueError(f"{record.where}: ids has {_short(wrong[0])}; the model's are from 0 to {size - 1}")
         if type(learn_from) is not int or learn_from < 0:
             raise ValueError(f"{record.where}: learn_from is {_short(learn_from)}; it must be the index of an id, from 0")
         return self._cut(ids, learn_from)
@@ -162,7 +171,11 @@ class LineReader:
     def _cut(self, ids: Sequence[int], learn_from: int) -> Line:
         return Line(tuple(ids[: self._most]), learn_from)
 
-    def _encode(self, text: str, *, special: bool = True) -> list[int]:
+    def _encode(self, record: Record, text: str, *, special: bool = True) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # which a tokenizer would answer with words of its own
+            raise ValueError(f"{record.where}: it has half of a surrogate pair; its text must be whole characters") from None
         ids: list[int] = self._source.tokenizer().encode(text, add_special_tokens=special, verbose=False)
         return ids
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -75,7 +77,8 @@ def train(student: ExitStudent, batches: Batches, settings: TrainingSettings, fo
     """Train what of the student wants gradients, from the last checkpoint under `folder` on, and leave the result in the student.
 
     Returns the last report on held-out lines. Every process of the group calls this with the same arguments; without a group this
-    process is one by itself. Only rank 0 reports. Raises OSError, with nothing half-written left, where a checkpoint cannot be saved.
+    process is one by itself. Only rank 0 reports. Raises OSError, with nothing half-written left, where a checkpoint cannot be saved, and
+    ValueError where one is damaged, or where the loss is not finite.
     """
     device = next(student.parameters()).device.type
     rank, world = join_group(device)
@@ -173,7 +176,7 @@ class _Loop:
             loss_sum += float(loss.detach())
             found.append(scores)
         total, loss_sum = self._total(found, loss_sum)
-        return total, loss_sum / tokens
+        return total, self._finite(loss_sum / tokens, step + 1)
 
     def _forward(
         self, ids: torch.Tensor, targets: torch.Tensor, dropped: frozenset[int] = frozenset(), agreement: bool = True
@@ -203,9 +206,14 @@ class _Loop:
             loss_sum += float(loss)
         self.engine.train()
         scores, loss_sum = self._total(found, loss_sum)
-        report = self._report(step, loss_sum / float(scores.tokens), scores, held_out=True)
+        report = self._report(step, self._finite(loss_sum / float(scores.tokens), step), scores, held_out=True)
         self._tell(report)
         return report
+
+    def _finite(self, loss: float, step: int) -> float:
+        if not math.isfinite(loss):
+            raise ValueError(f"the loss is not finite at step {step}; lower learning_rate ({self.settings.learning_rate})")
+        return loss
 
     def _report(self, step: int, loss: float, scores: Scores, speed: float = 0.0, *, held_out: bool = False) -> Report:
         n = float(scores.tokens)
@@ -227,13 +235,26 @@ class _Loop:
     def _resume(self) -> int:
         for torn in self.checkpoints.glob("saving-*"):  # of a process that was killed while it saved
             shutil.rmtree(torn, ignore_errors=True)
-        done = [int(path.name.removeprefix("step-")) for path in self.checkpoints.glob("step-*")]
+        done = self._saved()
         if not done:
             return 0
         step = max(done)
-        self.engine.load_checkpoint(str(self.checkpoints), tag=f"step-{step}", load_module_strict=not self.some_frozen)
+        path = done[step]
+        try:
+            found, _ = self.engine.load_checkpoint(str(self.checkpoints), tag=path.name, load_module_strict=not self.some_frozen)
+            if found is None:
+                raise ValueError("it has no weights")
+        except Exception as error:  # of pickle, zip and DeepSpeed, whatever they find first
+            raise ValueError(
+                f"the checkpoint {path} is damaged ({one_line(error)}); delete it to go on from an older one, or to begin anew"
+            ) from error
         logger.info("resumed at step %d from %s", step, self.checkpoints)
         return step
+
+    def _saved(self) -> dict[int, Path]:
+        """The checkpoints that are whole, by their steps."""
+        folders = [path for path in self.checkpoints.glob("step-*") if re.fullmatch("step-[0-9]+", path.name) and path.is_dir()]
+        return {int(path.name.removeprefix("step-")): path for path in folders}
 
     def _save(self, step: int) -> None:
         """Save what is trained under a name that is no checkpoint's until all is written, then let the older ones go."""
@@ -244,7 +265,7 @@ class _Loop:
             )
             if self.rank == 0:
                 scratch.rename(done)
-                for old in self.checkpoints.glob("step-*"):
+                for old in self._saved().values():
                     if old != done:
                         shutil.rmtree(old)
         except (OSError, RuntimeError) as error:  # torch raises the second where a disk is full

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import inspect
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -274,7 +275,7 @@ def test_the_same_command_goes_on_and_another_is_refused(words: Words, tmp_path:
     ("options", "message"),
     [
         (["--exits", "2,x"], "exits is '2,x'; it must be numbers of layers with commas between them, for example 4,8"),
-        (["--exits", "0,2"], "exits.0 is 0; it must be greater than or equal to 1"),
+        (["--exits", "0,2"], "exits is 0,2; each must be from 1 to 7 (the model has 8 layers)"),
         (["--exits", "4,2"], "exits is 4,2; they must ascend"),
         (["--exits", "2,8"], "exits is 2,8; each must be from 1 to 7 (the model has 8 layers)"),
         (["--recipe", "tails"], "recipe is 'tails'; it must be 'heads' or 'layerskip'"),
@@ -285,6 +286,10 @@ def test_the_same_command_goes_on_and_another_is_refused(words: Words, tmp_path:
         (["--layer-dropout", "0.2"], "layer_dropout is 0.2 and recipe is 'heads'; it goes with the other recipe alone"),
         (["--recipe", "layerskip", "--layer-dropout", "1"], "layer_dropout is 1.0; it must be less than 1"),
         (["--recipe", "layerskip", "--vocabulary", "40"], "vocabulary is 40 and recipe is 'layerskip'; it goes with"),
+        (["--recipe", "layerskip", "--kind", "block"], "kind is 'block' and recipe is 'layerskip'; it goes with the other recipe alone"),
+        (["--seed", str(2**40 + 1)], "seed is 1099511627777; it must be less than or equal to 1099511627776"),
+        (["--threads", "1025"], "threads is 1025; it must be less than or equal to 1024"),
+        (["--inner", "1048577"], "inner is 1048577; it must be less than or equal to 1048576"),
         (["--recipe", "layerskip", "--dtype", "bfloat16"], "dtype is 'bfloat16' and recipe is 'layerskip'; it goes with heads alone"),
         (["--dtype", "float16"], "dtype is 'float16'; it must be 'bfloat16' or 'float32'"),
         (["--zero", "4"], "zero is 4; it must be 1, 2 or 3"),
@@ -314,6 +319,31 @@ def test_data_with_no_text_is_refused_in_one_line(words: Words, tmp_path: Path, 
     status, out, err = hispec(*words)
     assert status == 2
     assert one_error(out, err).startswith(f"{tmp_path / 'blank.jsonl'}: no text to learn from; valid are .txt files, and .jsonl files with")
+
+
+def test_a_file_for_out_is_refused_and_stays(words: Words, tmp_path: Path, hispec: Run) -> None:
+    (tmp_path / "out").write_text("mine")
+    status, out, err = hispec(*words)
+    assert (status, out) == (2, "")
+    assert err == f"hispec: error: out is '{tmp_path / 'out'}', which is a file; it must be a folder\n"
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_a_loss_that_is_not_finite_ends_without_a_result(words: Words, tmp_path: Path, hispec: Run) -> None:
+    status, out, err = hispec(*words, "--learning-rate", 1e30)
+    assert (status, out) == (2, "")
+    assert re.fullmatch(r"the loss is not finite at step \d; lower learning_rate \(1e\+30\)", one_error(out, err))
+    assert not (tmp_path / "out" / "exits.safetensors").exists()
+
+
+@pytest.mark.parametrize("content", ["[1]", "{", "1" * 5000, "[" * 99999])
+def test_damaged_settings_of_a_training_are_one_line(content: str, words: Words, tmp_path: Path, hispec: Run) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "settings.json").write_text(content)
+    status, out, err = hispec(*words)
+    assert (status, out) == (2, "")
+    assert one_error(out, err).startswith(f"{tmp_path / 'out' / 'settings.json'} is damaged (")
+    assert one_error(out, err).endswith("; name another folder with --out")
 
 
 def full(path: object) -> None:

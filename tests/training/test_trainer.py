@@ -135,6 +135,29 @@ def test_a_training_that_has_ended_says_what_it_came_to(checkpoint: Path, tmp_pa
     assert all(torch.equal(values, weights(same)[name]) for name, values in weights(student).items())
 
 
+@pytest.mark.parametrize("file", ["*model_states.pt", "*optim_states.pt"])
+def test_a_damaged_checkpoint_is_named_in_one_line(file: str, checkpoint: Path, tmp_path: Path) -> None:
+    curve(checkpoint, "heads", 1, tmp_path)
+    folder = tmp_path / "checkpoints" / f"step-{STEPS}"
+    (damaged,) = folder.glob(file)
+    damaged.write_bytes(damaged.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="is damaged") as error:
+        curve(checkpoint, "heads", 1, tmp_path)
+    assert str(error.value).startswith(f"the checkpoint {folder} is damaged (")
+    assert str(error.value).endswith("); delete it to go on from an older one, or to begin anew")
+    assert "\n" not in str(error.value)
+
+
+def test_folders_that_are_no_checkpoints_are_left_alone(checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("step-old", "step-", "step--1"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-9").write_text("a file")
+    reports, _ = curve(checkpoint, "heads", 1, tmp_path, save_every=2)
+    assert reports[0].step == 1
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names >= {"step-old", "step-", "step--1", "step-9", f"step-{STEPS}"}
+
+
 def stop_at(step: int, reports: list[Report]) -> Callable[[Report], None]:
     def report(given: Report) -> None:
         reports.append(given)

@@ -31,13 +31,23 @@ def test_tune_writes_a_block_and_a_figure(hispec: Any, tmp_path: Path) -> None:
 def test_what_cannot_be_used_is_one_line(hispec: Any, tmp_path: Path) -> None:
     prompts = tmp_path / "problems.txt"
     prompts.write_text("What is 1 + 1?\n")
+    calls = tmp_path / "calls.jsonl"
+    calls.write_text('{"messages": [{"role": "user", "content": "a", "tool_calls": 5}]}\n')
     for options, words in (
         (("--prompts", tmp_path / "none.txt"), "none.txt"),
         (("--prompts", prompts, "--heads", tmp_path / "none.safetensors"), "speculation.exits.heads is"),
+        (("--prompts", calls), f"{calls}, line 1: messages has calls of tools that are not written as OpenAI writes them"),
         (("--prompts", prompts, "--dtype", "float8"), "model.dtype is 'float8'"),
-        (("--prompts", prompts, "--max-tokens", "100000"), "leaves room for 100000 tokens"),
+        (("--prompts", prompts, "--max-tokens", "100000"), "max_tokens is 100000; it must be from 1 to "),
     ):
         status, _, errors = hispec("tune", "--model", "abacus", *options)
         assert status == 2
         assert words in errors
         assert len(errors.strip().splitlines()) == 1
+
+
+def test_a_file_for_out_is_refused_before_anything_is_tuned(hispec: Any, tmp_path: Path) -> None:
+    prompts = tmp_path / "problems.txt"
+    prompts.write_text("What is 1 + 1?\n")
+    status, printed, errors = hispec("tune", "--model", "abacus", "--prompts", prompts, "--out", prompts)
+    assert (status, printed, errors) == (2, "", f"hispec: error: out is '{prompts}', which is a file; it must be a folder\n")
