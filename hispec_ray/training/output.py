@@ -1,4 +1,4 @@
-"""What a training leaves: a file of trained exits, or a model folder, each with its card; written whole or not at all."""
+"""What a training leaves: a file of trained exits, or a model folder, each with its card; each file is written whole or not at all."""
 
 from __future__ import annotations
 
