@@ -270,9 +270,3 @@ def block_weights(layer: nn.Module, architecture: Architecture) -> ExitWeights:
 
 def _refused(path: Path, why: str) -> ValueError:
     return ValueError(f"speculation.exits.heads is {str(path)!r}: {why}")
-
-
-def heads_path(name: str) -> Path:
-    """Return where a file of trained exits lies: the one of this package for its model's name, else a file."""
-    packaged = Path(__file__).parents[1] / "exits" / f"{name}.safetensors"
-    return packaged if packaged.is_file() and not Path(name).exists() else Path(name).expanduser()

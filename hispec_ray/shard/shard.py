@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from hispec_ray.config import Settings, SpeculationSettings
 from hispec_ray.core.plan import StepPlan, StepResult, Tentative
 from hispec_ray.model.architecture import Architecture, check_exits
 from hispec_ray.model.decoder import Decoder
-from hispec_ray.model.heads import Heads, exit_layers, exits_in, heads_path, load_heads, piece_of_heads
+from hispec_ray.model.heads import Heads, exit_layers, exits_in, load_heads, piece_of_heads
 from hispec_ray.model.layout import weight_bytes
 from hispec_ray.model.native_decoder import NativeDecoder
 from hispec_ray.model.parallel import ALONE, Collective, Piece, whole
@@ -209,7 +210,7 @@ def _heads_for(speculation: SpeculationSettings, source: ModelSource, dtype: tor
     """The trained exits, where a file of them is named. Raises ValueError as `load_heads`."""
     if speculation.exits.heads is None:
         return None
-    path, a = heads_path(speculation.exits.heads), source.architecture
+    path, a = Path(speculation.exits.heads).expanduser(), source.architecture
     needed = [level.depth for level in levels_for(speculation, a.layers)[:-1] if level.depth < a.layers]
     return load_heads(path, source.fingerprint(), needed=needed, architecture=a, dtype=dtype)
 
@@ -240,7 +241,7 @@ def needs_of(settings: Settings, architecture: Architecture, piece: Piece, *, na
     """
     dtype: torch.dtype = getattr(torch, settings.model.dtype)
     heads = settings.speculation.exits.heads
-    own, numbers = exits_in(heads_path(heads), architecture, piece) if heads and piece.embeds else (0, 0)
+    own, numbers = exits_in(Path(heads).expanduser(), architecture, piece) if heads and piece.embeds else (0, 0)
     decoder = NativeDecoder if native else TorchDecoder
     block = decoder.block_bytes(piece.architecture(architecture), len(piece.layers) + own, settings.cache.block_size, dtype)
     return Needs(weight_bytes(architecture, piece, dtype) + numbers * dtype.itemsize, block)

@@ -11,7 +11,7 @@ import yaml
 
 from hispec_ray.config import Settings, SpeculationSettings
 from hispec_ray.llm import LLM
-from hispec_ray.model.heads import heads_path, read_card
+from hispec_ray.model.heads import read_card
 from hispec_ray.tuning.costs import ROWS, Costs, measure
 from hispec_ray.tuning.planner import GRID, PLAIN, Bench, Plan, calibrate, families, predict, probes_of
 from hispec_ray.tuning.recording import Recording, listen, write_texts
@@ -108,7 +108,7 @@ def tune(
 
 def _depths(layers: int, heads: str | None) -> list[int]:
     if heads:
-        return [depth for depth in read_card(heads_path(heads)).exits if depth < layers]
+        return [depth for depth in read_card(Path(heads).expanduser()).exits if depth < layers]
     return list(range(1, layers))
 
 

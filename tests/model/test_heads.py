@@ -11,7 +11,7 @@ import torch
 from model.tiny import make_checkpoint
 from safetensors.torch import save_file
 
-from hispec_ray.model.heads import Card, ExitNetwork, Heads, card_path, head_tensors, heads_path, load_heads
+from hispec_ray.model.heads import Card, ExitNetwork, Heads, card_path, head_tensors, load_heads
 from hispec_ray.model.weights import ModelSource, open_model
 
 Change = Callable[[dict[str, torch.Tensor]], Any]
@@ -97,8 +97,3 @@ def test_a_card_that_leaves_something_out_is_refused(card: dict[str, Any], messa
     save_file(tensors, path)
     with pytest.raises(ValueError, match=message):
         load(path, source)
-
-
-def test_a_name_without_a_file_in_this_package_is_a_path() -> None:
-    assert heads_path("no-such-model") == Path("no-such-model")
-    assert heads_path("~/exits.safetensors") == Path.home() / "exits.safetensors"
