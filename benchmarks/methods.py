@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from benchmarks import common, datasets
 from benchmarks.datasets import DataSet, Item
@@ -86,7 +86,7 @@ def measure(
     task = progress.add_task("", total=(runs + 1) * len(makers))
     for turn in range(runs + 1):
         for name, make in makers.items():
-            progress.update(task, description=f"batch {batch}, temperature {temperature}: {name}")
+            progress.update(task, description=f"batch {batch}, temperature {temperature}: {name}", refresh=True)
             llm, cell = make(), cells[name]
             seconds, answers = 0.0, []
             for first in range(0, len(items), batch):
@@ -192,7 +192,7 @@ def main() -> None:
     halves = {data.name: data.halves(each) for data in sets}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     tuning: Tuning | None = None
-    with Progress(*columns, console=common.console, transient=True) as progress:
+    with Progress(*columns, console=common.console, transient=True, auto_refresh=False) as progress:  # its thread would be measured too
         if asked.deployment:
             plans = {"plain": PLAIN, "deployed": settings.speculation}
         else:
@@ -200,7 +200,7 @@ def main() -> None:
             tuning = tune(
                 settings, [encoded(reader, item, max_tokens) for tuned, _ in halves.values() for item in tuned[: max(2, 24 // len(sets))]],
                 max_tokens=max_tokens, checks=2 if asked.quick else 4, runs=1 if asked.quick else 3, like=reader,
-                tell=lambda what, done, total: progress.update(task, description=f"tuning: {what}", completed=done, total=total),
+                tell=partial(_tell, progress, task),
             )  # fmt: skip
             progress.remove_task(task)
             plans = contestants(tuning)
@@ -228,6 +228,10 @@ def main() -> None:
             continue
         common.console.print(f"{words}: {name}, {describe(plans[name])}", highlight=False)
     common.finish(stem, asked.out, outcome.headline(), {"rows": found, "agreement": tuning.agreement if tuning else None})
+
+
+def _tell(progress: Progress, task: TaskID, what: str, done: int, total: int) -> None:
+    progress.update(task, description=f"tuning: {what}", completed=done, total=total, refresh=True)
 
 
 def _numbers(kind: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:

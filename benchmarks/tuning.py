@@ -60,13 +60,13 @@ def main() -> None:
     llm = LLM(settings)
     each = -(-count // len(sets))
     prompts = [encoded(llm, item, asked.max_tokens) for data in sets for item in data.halves(each)[0]]
-    with Progress(console=common.console, transient=True) as progress:
+    with Progress(console=common.console, transient=True, auto_refresh=False) as progress:  # its thread would be measured too
         task = progress.add_task("tuning")
         found = tune(
             settings, prompts, max_tokens=asked.max_tokens, runs=runs, like=llm,
-            tell=lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
+            tell=lambda what, done, total: progress.update(task, description=what, completed=done, total=total, refresh=True),
         )  # fmt: skip
-        progress.update(task, description="running the grid", completed=0, total=1)
+        progress.update(task, description="running the grid", completed=0, total=1, refresh=True)
         plans = [*grid([int(depth) for depth in asked.depths.split(",")], asked.heads), found.chosen]
         speeds = Bench(settings, found.recordings, asked.max_tokens, like=llm).compare(plans, runs)
     against = [common.median_ratio(speed, speeds[0]) for speed in speeds]

@@ -69,11 +69,11 @@ def tune(
         make_folder(out)
         random.Random(0).shuffle(every)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
+        with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:  # its thread would be measured too
             task = progress.add_task("tuning", total=None)
             found = tune(
                 settings, every[:count], max_tokens=max_tokens, temperature=temperature, checks=checks, runs=runs, like=llm,
-                tell=lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
+                tell=lambda what, done, total: progress.update(task, description=what, completed=done, total=total, refresh=True),
             )  # fmt: skip
         block = found.settings_block()
         (out / "tune.yaml").write_text(block)
