@@ -42,7 +42,7 @@ def main() -> None:
     options.add_argument("--model", default="abacus", help="as model.path")
     options.add_argument("--heads", default=None, help="a file of trained exits")
     options.add_argument("--data", type=Path, default=None, help="a folder of .jsonl files; prompts of this project where not given")
-    options.add_argument("--depths", default="2,4", help="exits of the grid (default 2,4)")
+    options.add_argument("--exits", type=int, default=2, help="of those that hispec tune has timed, how many are in the grid (default 2)")
     options.add_argument("--prompts", type=int, default=None, help="to tune on, and to measure on (default 12)")
     options.add_argument("--max-tokens", type=int, default=128)
     options.add_argument("--runs", type=int, default=None)
@@ -67,7 +67,9 @@ def main() -> None:
             tell=lambda what, done, total: progress.update(task, description=what, completed=done, total=total, refresh=True),
         )  # fmt: skip
         progress.update(task, description="running the grid", completed=0, total=1, refresh=True)
-        plans = [*grid([int(depth) for depth in asked.depths.split(",")], asked.heads), found.chosen]
+        timed = sorted(found.costs.guesses)
+        depths = timed[:: max(1, len(timed) // asked.exits)][: asked.exits]
+        plans = [*grid(depths, asked.heads), found.chosen]
         speeds = Bench(settings, found.recordings, asked.max_tokens, like=llm).compare(plans, runs)
     against = [common.median_ratio(speed, speeds[0]) for speed in speeds]
     plain = replay(PLAIN, found.recordings, found.costs, found.layers)[0]
