@@ -38,6 +38,7 @@ bench: env
 	@$(BIN)/python -m benchmarks.decode --quick
 	@$(BIN)/python -m benchmarks.http --quick
 	@$(BIN)/python -m benchmarks.methods --quick
+	@$(BIN)/python -m benchmarks.tuning --quick
 
 env: $(INSTALLED)
 

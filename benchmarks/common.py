@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import Progress, ProgressColumn, TaskID
 from rich.table import Table
 
 console = Console()
@@ -38,6 +39,16 @@ def alternate(runs: int, contestants: Mapping[str, Callable[[], float]]) -> dict
             if turn:
                 figures[name].append(figure)
     return figures
+
+
+def progress(*columns: ProgressColumn) -> Progress:
+    """Return a progress bar that is drawn when it is told to: a thread that draws it would be measured too."""
+    return Progress(*columns, console=console, transient=True, auto_refresh=False)
+
+
+def tell(bar: Progress, task: TaskID, what: str, done: int, total: int) -> None:
+    """Show what is being done, and how much of it is."""
+    bar.update(task, description=what, completed=done, total=total, refresh=True)
 
 
 def seconds(run: Callable[[], object]) -> float:

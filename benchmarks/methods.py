@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import common, datasets
 from benchmarks.datasets import DataSet, Item
@@ -192,7 +192,7 @@ def main() -> None:
     halves = {data.name: data.halves(each) for data in sets}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     tuning: Tuning | None = None
-    with Progress(*columns, console=common.console, transient=True, auto_refresh=False) as progress:  # its thread would be measured too
+    with common.progress(*columns) as progress:
         if asked.deployment:
             plans = {"plain": PLAIN, "deployed": settings.speculation}
         else:
@@ -200,7 +200,7 @@ def main() -> None:
             tuning = tune(
                 settings, [encoded(reader, item, max_tokens) for tuned, _ in halves.values() for item in tuned[: max(2, 24 // len(sets))]],
                 max_tokens=max_tokens, checks=2 if asked.quick else 4, runs=1 if asked.quick else 3, like=reader,
-                tell=partial(_tell, progress, task),
+                tell=partial(common.tell, progress, task),
             )  # fmt: skip
             progress.remove_task(task)
             plans = contestants(tuning)
@@ -230,10 +230,6 @@ def main() -> None:
     common.finish(stem, asked.out, outcome.headline(), {"rows": found, "agreement": tuning.agreement if tuning else None})
 
 
-def _tell(progress: Progress, task: TaskID, what: str, done: int, total: int) -> None:
-    progress.update(task, description=f"tuning: {what}", completed=done, total=total, refresh=True)
-
-
 def _numbers(kind: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
     def numbers(text: str) -> tuple[float, ...]:
         return tuple(kind(part) for part in text.split(","))
@@ -246,13 +242,13 @@ def settings_of(asked: argparse.Namespace) -> Settings:
     if asked.deployment:
         settings = settings_from(asked.deployment, {"model.threads": asked.threads})
         return settings.model_copy(update={"cache": settings.cache.model_copy(update={"prefix_caching": False})})
-    return Settings.model_validate(
-        {
-            "model": {"path": asked.model or DEFAULT_MODEL, "dtype": asked.dtype or "bfloat16", "threads": asked.threads},
-            "cache": {"prefix_caching": False},
-            "speculation": {"exits": {"heads": asked.heads}},
-        }
-    )
+    return plain_settings(asked.model or DEFAULT_MODEL, asked.heads, threads=asked.threads, dtype=asked.dtype or "bfloat16")
+
+
+def plain_settings(model: str, heads: str | None, **other: object) -> Settings:
+    """A model to measure, decoding plainly, without a prefix cache. other: as in `model`."""
+    speculation = {"method": "plain", "exits": {"heads": heads}}
+    return Settings.model_validate({"model": {"path": model, **other}, "cache": {"prefix_caching": False}, "speculation": speculation})
 
 
 def data_sets(asked: argparse.Namespace, each: int) -> list[DataSet]:
@@ -284,22 +280,19 @@ class Outcome:
         return max(names, key=lambda name: self.ratio(name, 1), default=None)
 
     def headline(self) -> dict[str, object]:
-        hierarchical, fastest, single = self.best("hispec"), self.best(), "single" if "single" in self.plans else None
+        hierarchical, fastest = self.best("hispec"), self.best()
         most = max(batch for _, batch, _ in self.results)
         same = [same_text(cells[n], cells["plain"]) for cells in self.results.values() for n in self.plans if n != "plain"]
-        at_most = [
-            common.median_ratio(cells[name].speeds, cells["plain"].speeds)
-            for (_, batch, _), cells in self.results.items()
-            for name in {hierarchical, fastest} - {None}
-            if batch == most and name
-        ]
+        cells_at_most = [cells for (_, batch, _), cells in self.results.items() if batch == most]
+        best = [name for name in (hierarchical, fastest) if name]
         found: dict[str, object] = {}
         if hierarchical:
             found["hispec_vs_plain"] = round(self.ratio(hierarchical, 1), 3)
-        if hierarchical and single:
-            found["hispec_vs_single"] = round(self.ratio(hierarchical, 1) / self.ratio(single, 1), 3)
+            if "single" in self.plans:
+                found["hispec_vs_single"] = round(self.ratio(hierarchical, 1) / self.ratio("single", 1), 3)
         if fastest:
             found["fastest_vs_plain"] = round(self.ratio(fastest, 1), 3)
+            at_most = [common.median_ratio(cells[name].speeds, cells["plain"].speeds) for cells in cells_at_most for name in best]
             found[f"batch{most}_vs_plain"] = round(min(at_most), 3)
             found["worst_data_set"] = round(min(self.ratio(fastest, 1, [s]) for s in self.sets), 3)
         return {**found, "identical": f"{sum(same)}/{len(same)}"}

@@ -6,16 +6,16 @@ All plans of the grid, the pick and plain decoding write the same texts in turn,
 from __future__ import annotations
 
 import statistics
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from rich.progress import Progress
 
 from benchmarks import common
-from benchmarks.methods import data_sets, encoded
+from benchmarks.methods import data_sets, encoded, plain_settings
 from hispec_ray import LLM
-from hispec_ray.config import Settings, SpeculationSettings
+from hispec_ray.config import SpeculationSettings
 from hispec_ray.tuning.planner import PLAIN, Bench, describe
 from hispec_ray.tuning.replay import replay
 from hispec_ray.tuning.tune import tune
@@ -49,24 +49,18 @@ def main() -> None:
     asked = options.parse_args()
     runs = asked.runs or (2 if asked.quick else 5)
     count = asked.prompts or (6 if asked.quick else 12)
-    settings = Settings.model_validate(
-        {
-            "model": {"path": asked.model, "threads": asked.threads},
-            "cache": {"prefix_caching": False},
-            "speculation": {"method": "plain", "exits": {"heads": asked.heads}},
-        }
-    )
+    settings = plain_settings(asked.model, asked.heads, threads=asked.threads)
     sets = data_sets(asked, count)
     llm = LLM(settings)
     each = -(-count // len(sets))
     prompts = [encoded(llm, item, asked.max_tokens) for data in sets for item in data.halves(each)[0]]
-    with Progress(console=common.console, transient=True, auto_refresh=False) as progress:  # its thread would be measured too
+    with common.progress() as progress:
         task = progress.add_task("tuning")
         found = tune(
             settings, prompts, max_tokens=asked.max_tokens, runs=runs, like=llm,
-            tell=lambda what, done, total: progress.update(task, description=what, completed=done, total=total, refresh=True),
+            tell=partial(common.tell, progress, task),
         )  # fmt: skip
-        progress.update(task, description="running the grid", completed=0, total=1, refresh=True)
+        common.tell(progress, task, "running the grid", 0, 1)
         timed = sorted(found.costs.guesses)
         depths = timed[:: max(1, len(timed) // asked.exits)][: asked.exits]
         plans = [*grid(depths, asked.heads), found.chosen]

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hispec_ray.model.heads import card_path
+from hispec_ray.training.claim import make_folder
 
 LIST = "parts.json"
 _MIB = 2**20
@@ -56,10 +57,7 @@ def pack(paths: Iterable[Path], out: Path, part_bytes: int) -> list[Path]:
 def _claim(out: Path) -> None:
     if (out / LIST).exists():
         raise ValueError(f"{out} holds parts already; name another folder")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{out} cannot be made: {error.strerror}") from None
+    make_folder(out)
 
 
 def unpack(folder: Path, out: Path) -> list[Path]:

@@ -192,7 +192,7 @@ static inline void share(int64_t count, int thread, int threads, int64_t& from, 
   from = count * thread / threads, to = count * (thread + 1) / threads;
 }
 
-// One thread's columns of y = x W (+ bias), or y += x W + bias.
+// Where a product goes: y = x W (+ bias), or y += x W + bias.
 struct Target { const Matrix& matrix; float* y; int64_t ldy; bool add; };
 
 // Whether a panel's columns go as they are: all of them, without a bias.
@@ -221,7 +221,7 @@ static inline Ahead while_passing(const char* panel, int64_t bytes, int64_t dept
   return {panel + (groups == 1 ? 2048 : bytes), 2 * bytes / depth / groups};
 }
 
-// from, to: whole panels.
+// One thread's columns of a product. from, to: whole panels.
 template <class W>
 static void product(const float* x, int64_t ldx, int64_t rows, const Target& t, int64_t from, int64_t to) {
   const Matrix& m = t.matrix;

@@ -95,9 +95,9 @@ class Cost:
             return 0.0
         at = bisect_left(self._rows, rows)
         if at == len(self._rows):
-            first, last = (0, self._rows[0]) if at == 1 else (self._rows[0], self._rows[-1])
-            row = (self._seconds[-1] - (self._seconds[0] if at > 1 else 0.0)) / (last - first)
-            return self._seconds[-1] + row * (rows - last)
+            first, least = (self._rows[0], self._seconds[0]) if at > 1 else (0, 0.0)
+            row = (self._seconds[-1] - least) / (self._rows[-1] - first)
+            return self._seconds[-1] + row * (rows - self._rows[-1])
         if at == 0 or self._rows[at] == rows:
             return self._seconds[at]
         low, high = self._rows[at - 1], self._rows[at]
@@ -369,9 +369,8 @@ class Pace:
         if begun.number == 1:  # it finds memory cold, and is no measure
             return
         if not looks and not timings.asked and not begun.plainly and begun.number > _FORGET and self._around.knows(begun.batch):
-            skipped = self._skipped.get(begun.batch, 0) + 1
-            self._skipped[begun.batch] = skipped % _SELDOM
-            if skipped < _SELDOM:
+            self._skipped[begun.batch] = (self._skipped.get(begun.batch, 0) + 1) % _SELDOM
+            if self._skipped[begun.batch]:
                 self._unbooked += begun.batch
                 self._ended = timings.end
                 return
