@@ -143,6 +143,7 @@ app.command()(plan.plan)
 app.command()(doctor.doctor)
 app.command()(training.train_exits)
 app.command()(training.distill)
+app.command()(training.phrases)
 app.command()(tuning.tune)
 
 

@@ -31,7 +31,8 @@ STANDS_ON: dict[str, set[str]] = {
     "serving": _DOORS | {"llm", "__init__"},
     "tuning": _DOORS | {"llm", "__init__", "training"},
     "distill": _DOORS | {"llm", "__init__", "training"},
-    "commands": _DOORS | {"llm", "__init__", "training", "tuning", "distill"},
+    "phrases": {"core.plan", "model", "speculation", "training"},
+    "commands": _DOORS | {"llm", "__init__", "training", "tuning", "distill", "phrases"},
     "cli": _DOORS | {"llm", "__init__", "training", "tuning", "serving", "commands"},
 }
 """What each room may import besides itself; a dotted name is one module of a room, `__init__` the package's own front door."""

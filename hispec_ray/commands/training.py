@@ -1,4 +1,4 @@
-"""`hispec train-exits` and `hispec distill`: exits that predict, and the text that they learn from."""
+"""`hispec train-exits`, `distill` and `phrases`: exits and lookups that predict, and the text that they learn from."""
 
 from __future__ import annotations
 
@@ -100,3 +100,18 @@ def distill(
         llm = LLM(settings)
         wish = Wish(tokens, max_tokens, temperature, seed)
         print(f"{distill(llm, read_prompts(prompts, llm, chat, max_tokens), out, wish)} tokens in {out}")
+
+
+def phrases(
+    *,
+    data: Annotated[list[Path], _model(help="Texts, as for train-exits; the model's own (distill) pay. May be given several times.")],
+    out: Annotated[Path, _model(help="A .safetensors file, for speculation.phrases.")],
+    model: Annotated[str, _model(help="A folder, a .gguf file or a Hugging Face id.")] = DEFAULT_MODEL,
+    most: Annotated[int, _course(min=1, max=10_000_000, help="N-grams to keep, of 300 bytes each in a process that looks up.")] = 200_000,
+) -> None:
+    """Count what usually follows what in texts, for a lookup to begin with."""
+    with in_one_line("stopped; nothing was written"):
+        from hispec_ray.phrases import write_phrases  # noqa: PLC0415  torch takes seconds
+
+        read, kept = write_phrases(model, [path.expanduser() for path in data], out.expanduser(), most)
+        print(f"{kept} n-grams of {read} tokens in {out}")

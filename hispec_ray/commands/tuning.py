@@ -30,6 +30,7 @@ def tune(
     ],
     model: Annotated[str, _model(help="A folder, a .gguf file or a Hugging Face id.")] = DEFAULT_MODEL,
     heads: Annotated[str | None, _model(help="A file of trained exits.", show_default="none")] = None,
+    phrases: Annotated[str | None, _model(help="A file of phrases for lookups.", show_default="none")] = None,
     chat: Annotated[bool | None, _model("--chat/--raw", help="Use the model's chat template.", show_default="where it has one")] = None,
     count: Annotated[int, _course(min=1, help="Prompts to take, spread over what is given.")] = 16,
     max_tokens: Annotated[int, _course(min=8, help="Most tokens of an answer.")] = 128,
@@ -48,7 +49,7 @@ def tune(
             settings = Settings.model_validate(
                 {
                     "model": {name: value for name, value in given.items() if value is not None},
-                    "speculation": {"method": "plain", "exits": {"heads": heads}},
+                    "speculation": {"method": "plain", "exits": {"heads": heads}, "phrases": phrases},
                     "cache": {"memory_gib": 1.0},  # several engines share the weights, on a GPU too
                 }
             )

@@ -26,6 +26,7 @@ from hispec_ray.speculation.choice import Choose, choose_native, choose_together
 from hispec_ray.speculation.drafters import Drafter, LookupDrafter
 from hispec_ray.speculation.grammar import Grammars
 from hispec_ray.speculation.levels import Doubt, Level, Model
+from hispec_ray.speculation.phrases import NONE, load_phrases
 from hispec_ray.speculation.round import Round
 from hispec_ray.speculation.upper import Upper
 
@@ -58,10 +59,11 @@ def levels_for(speculation: SpeculationSettings, layers: int, own: Mapping[int, 
     return *guesser, Level("check", check, speculation.draft_tokens, own.get(check)), Level("full", layers, speculation.window)
 
 
-def drafter_for(speculation: SpeculationSettings) -> Drafter | None:
-    """Return the drafter that is no exit, where the settings want one."""
-    looks_up = speculation.method != "plain" and speculation.drafter != "exit"
-    return LookupDrafter() if looks_up else None
+def drafter_for(speculation: SpeculationSettings, vocabulary: int | None = None) -> Drafter | None:
+    """Return the drafter that is no exit, where the settings want one. vocabulary: as `load_phrases` takes it, and raises."""
+    if speculation.method == "plain" or speculation.drafter == "exit":
+        return None
+    return LookupDrafter(load_phrases(speculation.phrases, vocabulary) if speculation.phrases else NONE)
 
 
 def round_for(
@@ -150,7 +152,7 @@ class Shard:
         if native:
             torch.set_num_threads(1)  # torch's own threads, once woken, spin for milliseconds on the kernels' cores
         self.grammars: Grammars = like.grammars if like else Grammars(source.byte_tokenizer)
-        drafter, first, end = drafter_for(speculation), piece.layers.start, piece.layers.stop
+        drafter, first, end = drafter_for(speculation, architecture.vocabulary), piece.layers.start, piece.layers.stop
         self._round: Round | None = None
         self._upper: Upper | None = None
         if piece.embeds:

@@ -1,8 +1,9 @@
 """Guesses that cost no layer: what followed the same words before, in this text or in others.
 
 Candidates come from n-grams of several lengths that end the text so far: what followed them when this text last had them (prompt lookup;
-Saxena 2023), and when any text of this process last had them. And after a single token, the full depth's own first and second choice
-when it last stood there (token recycling; arXiv 2408.08696, with two candidates and a chain in place of its tree).
+Saxena 2023), and when any text of this process last had them, or else in most texts of a file (see `phrases`). And after a single token,
+the full depth's own first and second choice when it last stood there (token recycling; arXiv 2408.08696, with two candidates and a
+chain in place of its tree), or else what the file has.
 
 A candidate's confidence is counted, not assumed: it is how often candidates of its kind were right. A kind is the longest n-gram of this
 text that speaks for the token, the longest of other texts, its rank after the last token, and how well this text was foretold lately.
@@ -17,9 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from hispec_ray.core.plan import StepPlan
-
-LENGTHS = (6, 4, 3, 2)
-"""Lengths of the n-grams, longest first."""
+from hispec_ray.speculation.phrases import LENGTHS, NONE, Phrases
 
 _RANKS = 3
 _FORTUNES = 4  # grades of how well a text was foretold lately: enough that confidence falls within ten tokens that nobody foretold
@@ -109,10 +108,11 @@ class _Text:
 
 
 class LookupDrafter:
-    """See the module. entries: n-grams of other texts that are kept, about 300 bytes each."""
+    """See the module. phrases: known beforehand; entries: n-grams of other texts that are kept besides, about 300 bytes each."""
 
-    def __init__(self, entries: int = 500_000) -> None:
+    def __init__(self, phrases: Phrases = NONE, entries: int = 500_000) -> None:
         self.entries = entries
+        self._phrases = phrases
         self._texts: dict[int, _Text] = {}
         self._follows: OrderedDict[tuple[int, ...], int] = OrderedDict()  # over all texts, oldest first
         self._after: dict[int, tuple[int, int]] = {}
@@ -185,14 +185,21 @@ class LookupDrafter:
         """What may follow the recent tokens: the candidates and their kinds."""
         own: dict[int, int] = {}
         others: dict[int, int] = {}
+        phrases = self._phrases
         for number, length in enumerate(LENGTHS, 1):
             if len(recent) >= length:
                 gram = recent[-length:]
-                for found, follows in ((own, text.follows), (others, self._follows)):
-                    token = follows.get(gram)
-                    if token is not None:
-                        found.setdefault(token, number)
-        ranks = {token: rank for rank, token in enumerate(self._after.get(recent[-1], ()), 1)}
+                token = text.follows.get(gram)
+                if token is not None:
+                    own.setdefault(token, number)
+                token = self._follows.get(gram)
+                if token is None:
+                    token = phrases.follows.get(gram)
+                if token is not None:
+                    others.setdefault(token, number)
+        last = recent[-1]
+        after: tuple[int, ...] = self._after.get(last) or phrases.after.get(last) or ()
+        ranks = {token: rank for rank, token in enumerate(dict.fromkeys(after), 1)}
         lengths = len(LENGTHS) + 1
         return {
             token: (own.get(token, 0) * lengths + others.get(token, 0)) * _RANKS + ranks.get(token, 0) for token in (own | others | ranks)

@@ -3,7 +3,8 @@
 Three things are kept, all from the past, so that nothing here can change a text.
 
 * What passes cost on this machine, in seconds, by what is run and how many rows, as they are timed in every round, and what lies around
-  them. Now and then a round is plain, so that the yardstick stays true.
+  them; and how fast the machine is now, which scales them all: neighbours come and go, and a cost that was not measured since must not
+  look cheap or dear beside one that was. Now and then a round is plain, so that the yardstick stays true.
 * For each sequence, how often each level lately kept what it was shown.
 * Two accounts, of the windows and of a lookup: how much time each has saved against plain decoding lately, and an allowance on every
   token. What is not known to pay is only tried while its account allows it; so speculation that fails costs no more than the allowance,
@@ -31,7 +32,9 @@ _CREDIT = 8.0
 _DEBT = 2.0
 """Plain steps by which a lookup's account may be short before its guesses are no longer taken."""
 _STEP = 0.1
-"""What a new round counts in a sequence's shares, and a new time in a cost; a shorter time counts three times as much."""
+"""What a new round counts in a sequence's shares, and in how fast the machine is."""
+_LONG = 50
+"""Measurements after which a cost's mean hardly moves: what remains is the machine, which is faster and slower with all its passes."""
 _PRIOR = 0.7
 """A level's share of kept guesses before it was asked."""
 _UNPRICED = 0.3
@@ -47,9 +50,19 @@ _FORGET = 128
 1, 2, 4, 8, 16, 32 and 64, for a process begins cold."""
 LAST_ROW = 0.5
 """What the last row of a run of guesses counts: a guess without head and choice."""
+_HELD_UP = 2.0
+"""A round with guesses that takes more than so many times what was expected was held up by others: the rest is not on its account."""
 _SELDOM = 4
 """Of so many plain rounds of a batch size one is learned from: what passes cost is known by then, and learning takes time too."""
 _MOST_CHOICES = 4096  # that are remembered; each is a batch size and shares to a twentieth
+
+
+def _step(ratio: float, step: float) -> float:
+    """What a new measurement that is `ratio` times the mean multiplies the mean by.
+
+    A pass that was held up (another process, a page fault) says little about the next one: a shorter time counts three times as much.
+    """
+    return 1 + min(step if ratio > 1 else 3 * step, 1.0) * (min(ratio, 3.0) - 1)
 
 
 class Cost:
@@ -58,6 +71,7 @@ class Cost:
     def __init__(self) -> None:
         self._rows: list[int] = []
         self._means: list[float] = []
+        self._counts: list[int] = []  # of what a mean is of, up to where it counts
         self._seconds: list[float] = []  # the means, or what more rows cost where that is less
 
     def add(self, rows: int, seconds: float) -> None:
@@ -65,12 +79,13 @@ class Cost:
         seconds *= bucket / rows
         at = bisect_left(self._rows, bucket)
         if at < len(self._rows) and self._rows[at] == bucket:
+            self._counts[at] = count = min(self._counts[at] + 1, _LONG)
             mean = self._means[at]
-            # a pass that was held up (another process, a page fault) says little about the next one
-            self._means[at] = mean + (_STEP if seconds > mean else 3 * _STEP) * (min(seconds, 3 * mean) - mean)
+            self._means[at] = mean * _step(seconds / mean, 1 / count) if mean else seconds
         else:
             self._rows.insert(at, bucket)
             self._means.insert(at, seconds)
+            self._counts.insert(at, 1)
             self._seconds.insert(at, seconds)
         while at >= 0:
             least = min(self._means[at], self._seconds[at + 1]) if at + 1 < len(self._rows) else self._means[at]
@@ -193,9 +208,11 @@ class Pace:
         self._rows: dict[int, tuple[float, float] | None] = {}  # see `_row`
         self._batch = 0
         self._plain = 0.0  # seconds of this round if it were plain
+        self._speed = 1.0  # seconds now for what took one when the costs were first known; all that is kept is in seconds of then
         self._rounds = 0
         self._age = 0  # of the costs, when choices are made anew
         self._plainly = False  # this round is for measuring
+        self._plain_at = 0  # the last round that turned out plain
         self._looked = 0  # guesses, see _STRANGE
         self._allowance = ALLOWANCE / 2 if lookups and self._options else ALLOWANCE
         self._by_windows = self._by_lookup = 0.0  # the accounts, in seconds
@@ -216,7 +233,8 @@ class Pace:
         self._rounds += 1
         first = self._rounds < _FORGET  # then at powers of two
         self._age = self._rounds.bit_length() if first else _FORGET + self._rounds // _FORGET
-        self._plainly = self._rounds & (self._rounds - 1) == 0 if first else self._rounds % _FORGET == 0
+        due = self._rounds & (self._rounds - 1) == 0 if first else self._rounds % _FORGET == 0
+        self._plainly = due and self._plain_at <= (self._rounds // 2 if first else self._rounds - _FORGET // 2)
         self._told = self._asked = 0.0
         self._turn_to(len(decoding))
         for s in decoding:
@@ -376,9 +394,13 @@ class Pace:
                 return
         self._told = self._asked = 0.0
         self._turn_to(begun.batch)
+        known = [one for one in timings.passes if self.costs[one[0]].knows(one[1])]
+        expected = sum(times * self.costs[number].of(rows) for number, rows, _, times in known)
+        if expected:
+            self._speed *= _step(sum(times * seconds for _, _, seconds, times in known) / (expected * self._speed), _STEP)
         for number, rows, seconds, times in timings.passes:
-            self.timed(self.costs[number], rows, seconds, times)
-        self.asked(timings.asked)
+            self.timed(self.costs[number], rows, seconds / self._speed, times)
+        self.asked(timings.asked / self._speed)
         self.end(begun, looks, timings.start, timings.end)
 
     def end(self, begun: Begun, looks: Sequence[Look], start: float, now: float) -> None:
@@ -388,9 +410,11 @@ class Pace:
         batch = self._batch
         if not batch:
             return
-        spent = now - start + gap
+        spent = (now - start + gap) / self._speed
         if begun.alone:  # the time is decoding's
             around = self._around_guesses if looks else self._around
+            if not looks:
+                self._plain_at = begun.number
             around.add(batch, max(0.0, spent - self._told))
             self._plains.clear()
         self._turn_to(batch)
@@ -428,6 +452,7 @@ class Pace:
         tokens = batch + sum(look.tokens - 1 for look in looks)
         if spent is not None:
             if looks:
+                spent = min(spent, _HELD_UP * (plain + expected + self._asked))
                 scale = (spent - self._asked - plain) / expected
                 extra = [seconds * scale for seconds in extra]
             self._gain += _STEP * (min(tokens * token / spent, 10.0) - self._gain)

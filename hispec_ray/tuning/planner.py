@@ -61,17 +61,21 @@ def describe(speculation: SpeculationSettings) -> str:
     return " ".join(words)
 
 
-def families(depths: Sequence[int], *, heads: str | None, methods: Sequence[str], drafters: Sequence[str]) -> Iterator[SpeculationSettings]:
-    """Yield a plan of every shape: method, drafter and exits, with middling numbers."""
+def families(
+    depths: Sequence[int], *, heads: str | None, methods: Sequence[str], drafters: Sequence[str], phrases: str | None = None
+) -> Iterator[SpeculationSettings]:
+    """Yield a plan of every shape: method, drafter and exits, with middling numbers. heads, phrases: files, as in the settings."""
     for method, drafter in itertools.product(methods, drafters):
         drafts: Sequence[int | None] = (None,) if drafter == "lookup" else depths
         checks: Sequence[int | None] = depths if method == "hispec" else (None,)
         for draft, check in itertools.product(drafts, checks):
             if draft is not None and check is not None and draft >= check:
                 continue
-            exits = {"draft": draft, "check": check, "heads": heads}
+            files: dict[str, object] = {"exits": {"draft": draft, "check": check, "heads": heads}}
+            if drafter != "exit":
+                files["phrases"] = phrases
             numbers = {"draft_tokens": 3, "window": 6} if method == "hispec" else {"draft_tokens": 4, "window": 6}
-            yield SpeculationSettings.model_validate({"method": method, "drafter": drafter, "exits": exits, **numbers})
+            yield SpeculationSettings.model_validate({"method": method, "drafter": drafter, **files, **numbers})
 
 
 def far(plan: SpeculationSettings) -> SpeculationSettings:

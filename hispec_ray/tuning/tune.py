@@ -12,6 +12,7 @@ import yaml
 from hispec_ray.config import Settings, SpeculationSettings
 from hispec_ray.llm import LLM
 from hispec_ray.model.heads import read_card
+from hispec_ray.speculation.phrases import load_phrases
 from hispec_ray.tuning.costs import ROWS, Costs, measure
 from hispec_ray.tuning.planner import GRID, PLAIN, Bench, Plan, calibrate, families, predict, probes_of
 from hispec_ray.tuning.recording import Recording, listen, write_texts
@@ -63,14 +64,17 @@ def tune(
 
     prompts: token ids; a few thousand tokens of answers are plenty. checks: plans that are run, besides plain decoding.
     like: as `LLM` takes it.
-    Raises ValueError where the model's answers to the prompts are too short to measure anything.
+    Raises ValueError where a file of phrases cannot be read, or the model's answers to the prompts are too short to measure anything.
     """
     heads = settings.speculation.exits.heads
     bare = SpeculationSettings.model_validate({"method": "plain", "exits": {"heads": heads}})
     plain = settings.model_copy(update={"speculation": bare, "cache": settings.cache.model_copy(update={"prefix_caching": False})})
     tell("loading the model", 0, 1)
     llm = LLM(plain, like=like)
-    layers = llm.engine.source.architecture.layers
+    architecture = llm.engine.source.architecture
+    layers = architecture.layers
+    if settings.speculation.phrases:
+        load_phrases(settings.speculation.phrases, architecture.vocabulary)
     tell("writing texts", 0, 1)
     recordings = write_texts(llm, prompts, max_tokens, temperature)
     written = sum(len(recording.tokens) - recording.prompt for recording in recordings)
@@ -85,7 +89,7 @@ def tune(
         depths = _promising(agreement, layers)
     tell("timing passes", 0, 1)
     costs = measure(llm, depths, shard.choose, context=statistics.median_low([len(recording.tokens) for recording in recordings]))
-    starts = list(families(depths, heads=heads, methods=("single", "hispec"), drafters=drafters))
+    starts = list(families(depths, heads=heads, methods=("single", "hispec"), drafters=drafters, phrases=settings.speculation.phrases))
     tell("timing rounds", 0, 1)
     few = recordings[:_CALIBRATION_TEXTS]
     calibrate(Bench(plain, few, max_tokens, like=llm), few, costs, layers, probes_of(starts))

@@ -6,7 +6,8 @@ import random
 from collections.abc import Sequence
 
 from hispec_ray.core.plan import SequencePlan, StepPlan
-from hispec_ray.speculation.drafters import LENGTHS, LookupDrafter
+from hispec_ray.speculation.drafters import LookupDrafter
+from hispec_ray.speculation.phrases import LENGTHS, Phrases
 
 
 def plan_of(id: int, tokens: Sequence[int], start: int, history: Sequence[int] | None, ended: Sequence[int] = ()) -> StepPlan:
@@ -101,3 +102,15 @@ def test_memory_is_bounded() -> None:
     said(drafter, 1)
     assert len(drafter._follows) == 100
     assert tuple(range(2000 - 1 - LENGTHS[-1], 2000 - 1)) in drafter._follows, "the oldest go first"
+
+
+def test_phrases_speak_where_no_text_does_and_give_way_to_this_process() -> None:
+    drafter = LookupDrafter(Phrases({(1, 2): 3, (2, 3): 4}, {4: (5, 6)}))
+    read(drafter, 1, [1, 2])
+    assert said(drafter, 1, least=0.001) == [3, 4, 5]
+    (guess,) = drafter.propose(1, [3, 4], 1, 0.01)
+    assert (guess.token, guess.second) == (5, 6)
+    write(drafter, 1, [9, 1, 2])
+    assert said(drafter, 1, most=1) == [9]
+    drafter.begin(plan_of(2, [7, 1, 2], 0, (), ended=[1]))
+    assert said(drafter, 2, most=1) == [9], "what this process wrote is nearer than a file"

@@ -306,7 +306,7 @@ def test_plain_rounds_that_overlap_go_on_to_tell_what_plain_decoding_costs() -> 
         coming = plain_round(pace, batch, (1.0 if number < 400 else 2.0) * batch)
         pace.learn(waiting[0], [], waiting[1])
         waiting = coming
-    assert [pace.plain_seconds(batch) for batch in (1, 2)] == [pytest.approx(2.0, rel=0.1), pytest.approx(4.0, rel=0.1)]
+    assert [pace.plain_seconds(batch) * pace._speed for batch in (1, 2)] == [pytest.approx(2.0, rel=0.1), pytest.approx(4.0, rel=0.1)]
 
 
 def test_rounds_that_are_not_learned_from_earn_their_allowance() -> None:
@@ -339,3 +339,32 @@ def test_costs_lie_on_lines_between_what_was_measured() -> None:
     before = cost.of(4)
     cost.add(4, 1e6)
     assert cost.of(4) < 1.3 * before, "one pass that was held up weighs little"
+
+
+def looked_up(pace: Pace, rows: int, seconds: float, around: float = 0.0, tokens: int = 1) -> None:
+    """A round of one sequence, learned from: a pass of so many rows, all but one of them guesses of a lookup."""
+    begun = pace.begin(StepPlan((SequencePlan(1, (0,), 5, (0,), True, 8, 0.0, 0),)))
+    timings = Timings(0.0, seconds + around, passes=[(0, rows, seconds, 1), (1, rows, 0.1 * seconds, 1)])
+    pace.learn(begun, [Look(1, tokens, rows - 1, [], [])] if rows > 1 else [], timings)
+
+
+def test_a_machine_that_slows_down_does_not_change_the_price_of_a_row() -> None:
+    """A neighbour comes, and for long only plain passes are timed: those of more rows are slower by then too."""
+    pace = Pace((8,), drafts=False)
+    for _ in range(30):
+        for rows in (1, 2, 4, 9):
+            looked_up(pace, rows, 1 + 0.05 * (rows - 1))
+    before = pace.price(0).least
+    for _ in range(300):
+        looked_up(pace, 1, 2.0)
+    looked_up(pace, 2, 2.1)
+    assert pace.price(0).least == pytest.approx(before, rel=0.1)
+
+
+def test_one_round_that_is_held_up_does_not_silence_a_lookup() -> None:
+    pace = Pace((8,), drafts=False)
+    for _ in range(30):
+        for rows in (1, 4):
+            looked_up(pace, rows, 1 + 0.05 * (rows - 1), tokens=rows)
+    looked_up(pace, 4, 1.15, around=1000.0)
+    assert pace.takes_lookups()
