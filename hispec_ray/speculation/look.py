@@ -86,7 +86,7 @@ class Looker:
             scored.append((s, len(mine) - len(looked), looked))
         if not scored:
             return
-        rows = hidden if len(read) == len(hidden) else hidden[torch.tensor(read)]
+        rows = hidden if len(read) == len(hidden) else pick(hidden, in_order(read))
         depth = self.cast.levels[level].depth
         logits, vocabulary = self.model.logits(depth, rows), self.model.vocabulary(depth)
         if any(self._needs_whole(s, level) for s, _, _ in scored):
@@ -208,11 +208,12 @@ class Looker:
             while last < level and self.cast.levels[last].own is None and unrun_of(last + 1, states) == unrun:
                 last += 1
             end, own = min(self.cast.levels[last].depth, self._end), self.cast.levels[last].own
-            rows, order = turn.state.rows(segment, states)
-            hidden = turn.state.held()[torch.tensor(order)] if segment else self.model.embed(rows)
+            rows, homes = turn.state.rows(segment, states)
+            order = in_order(homes)
+            hidden = pick(turn.state.held(), order) if segment else self.model.embed(rows)
             hidden = self.model.run(depth, end, hidden, rows)
             if last < self.cast.top:
-                turn.state.held()[torch.tensor(order)] = hidden
+                turn.state.held()[order] = hidden
             if own is not None:
                 hidden = self.model.run(own, own + 1, hidden, rows)
             seconds = self._clock() - begun
@@ -255,6 +256,19 @@ def places_of(level: int, states: Sequence[SequenceState], unrun: Sequence[tuple
         for branch in branches:
             branch.ran = level + 1
     return places
+
+
+def in_order(rows: list[int]) -> slice | torch.Tensor:
+    """Return what picks these rows of a tensor: a slice where they follow each other, which takes a tenth of the time."""
+    first, count = rows[0], len(rows)
+    return (
+        slice(first, first + count) if rows[-1] - first == count - 1 and rows == list(range(first, first + count)) else torch.tensor(rows)
+    )
+
+
+def pick(hidden: torch.Tensor, order: slice | torch.Tensor) -> torch.Tensor:
+    """Return a copy of the rows: layers may run in place."""
+    return hidden[order].clone() if isinstance(order, slice) else hidden[order]
 
 
 def unrun_of(segment: int, states: Sequence[SequenceState]) -> list[tuple[int, int]]:
