@@ -117,17 +117,18 @@ def generate(
 
 @app.command()
 def check(file: Annotated[Path, typer.Argument(metavar="FILE", help="A deployment file, as `serve run` takes it.")]) -> None:
-    """Say what is wrong with a deployment FILE before a server is started: its settings, its model, the exits, the keys."""
+    """Say what is wrong with a deployment FILE before a server is started: its settings, its model, the exits, phrases, the keys."""
     settings = settings_from(file, {})
     from hispec_ray.engine.prompts import read_template  # noqa: PLC0415  torch takes seconds, which a mistyped setting need not wait for
     from hispec_ray.model.weights import open_model  # noqa: PLC0415
     from hispec_ray.serving.keys import read_keys  # noqa: PLC0415
-    from hispec_ray.shard.shard import levels_for  # noqa: PLC0415
+    from hispec_ray.shard.shard import drafter_for, levels_for  # noqa: PLC0415
     from hispec_ray.shard.stages import deepest_exit, stages_of  # noqa: PLC0415
 
     try:
         source = open_model(settings.model.path)
         levels = levels_for(settings.speculation, source.architecture.layers)
+        drafter_for(settings.speculation, source.architecture.vocabulary)  # reads phrases
         if settings.parallel:
             stages_of(settings.parallel, source.architecture, deepest_exit(settings.speculation, source.architecture.layers))
         read_keys(settings.server.api_keys_file, settings.server.api_keys_variable)

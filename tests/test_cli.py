@@ -221,7 +221,7 @@ def test_options_override_a_deployment_file(hispec: Run, tiny: list[object]) -> 
         ("applications: [{import_path: hispec_ray.serving.app:build, args: 5}]", "config is '{config}'; it must be a Serve config"),
         (
             "applications: [{import_path: hispec_ray.serving.app:build, args: {speculation: {widow: 4}}}]",
-            "speculation.widow is no setting; there are method, drafter, exits, draft_tokens, window",
+            "speculation.widow is no setting; there are method, drafter, phrases, exits, draft_tokens, window",
         ),
         (
             "applications: [{import_path: hispec_ray.serving.app:build, args: {parallel: {stages: [{tp: 2}], patience: 4}}}]",
@@ -258,6 +258,7 @@ def test_a_deployment_file_is_checked_without_a_server(hispec: Run, tiny_folder:
         "speculation.widow is no setting": {"speculation": {"widow": 4}},
         "nowhere": {"model": {"path": str(tmp_path / "nowhere")}},
         "model.chat_template is": {"model": {"path": str(tiny_folder), "chat_template": str(tmp_path / "a.jinja")}},
+        "speculation.phrases is": {"speculation": {"drafter": "lookup", "phrases": str(tmp_path / "none")}},
         "server.api_keys_file is": {"server": {"api_keys_file": str(tmp_path / "keys")}},
     }
     for message, change in changes.items():
