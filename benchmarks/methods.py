@@ -129,7 +129,7 @@ def accuracy(llm: LLM, data: DataSet, items: Sequence[Item], answers: Sequence[S
     return sum(right) / len(right) if right else None
 
 
-def draw(results: Mapping[tuple[str, int, float], Mapping[str, Cell]], names: Sequence[str], path: Path) -> None:
+def draw(results: Mapping[tuple[str, int, float], Mapping[str, Cell]], names: Sequence[str], title: str, path: Path) -> None:
     """Speed against plain: a group of bars for each data set, one panel for each batch size, greedy."""
     batches = sorted({batch for _, batch, _ in results})
     sets = list(dict.fromkeys(name for name, _, _ in results))
@@ -145,6 +145,7 @@ def draw(results: Mapping[tuple[str, int, float], Mapping[str, Cell]], names: Se
         panel.axhline(1.0, color="black", linewidth=0.8)
         panel.set_xticks(range(len(sets)), sets)
         panel.set_ylabel(f"batch {batch}\nspeed / plain")
+    panels[0, 0].set_title(title)
     figure.legend(*panels[0, 0].get_legend_handles_labels(), frameon=False, ncols=4, loc="outside upper center")
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -219,14 +220,14 @@ def main() -> None:
     stem = f"methods-{asked.deployment.stem if asked.deployment else Path(asked.model).name}"
     markdown = ["| " + " | ".join(row) + " |" for row in (COLUMNS, ["---"] * len(COLUMNS), *rows)]
     (asked.out / f"{stem}.md").write_text("\n".join(markdown) + "\n")
-    draw(results, list(plans), asked.out / f"{stem}.png")
+    draw(results, list(plans), f"{asked.model}: speed against plain decoding, greedy", asked.out / f"{stem}.png")
     for plan in tuning.checked if tuning else ():
         words = f"tuned: {plan.name()}: {plan.predicted:.1f} tokens/s expected, {plan.measured or 0:.1f} measured"
         common.console.print(words, highlight=False)
     for words, name in (("best hierarchical", outcome.best("hispec")), ("fastest", outcome.best())):
         if name is None:
             continue
-        common.console.print(f"{words}: {name}, {describe(plans[name])}", highlight=False)
+        common.console.print(f"{words} at batch 1: {name} ({describe(plans[name])})", highlight=False)
     common.finish(stem, asked.out, outcome.headline(), {"rows": found, "agreement": tuning.agreement if tuning else None})
 
 

@@ -71,7 +71,9 @@ def main() -> None:
     rows = [(describe(plan), one, other, one / other) for plan, one, other in zip(plans, expected, against, strict=True)]
     rows[-1] = (f"{rows[-1][0]} (the pick)", *rows[-1][1:])
     order = sorted(rows, key=lambda row: -row[2])
-    common.table(f"{asked.model}: plans against plain decoding", ("plan", "expected", "measured", "expected / measured"), order)
+    common.table(
+        f"{asked.model}: plans against plain decoding", ("plan", "expected / plain", "measured / plain", "expected / measured"), order
+    )
     checked = [(plan.name(), plan.predicted, plan.measured or 0.0, plan.predicted / (plan.measured or 1.0)) for plan in found.checked]
     common.table("plans that hispec tune has checked, tokens/s", ("plan", "expected", "measured", "expected / measured"), checked)
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -79,7 +81,7 @@ def main() -> None:
     panel.scatter(expected[:-1], against[:-1], color="#4c78a8", label="the grid")
     panel.scatter(expected[-1:], against[-1:], color="#e45756", marker="*", s=120, label="the pick")
     ends = [0.9 * min(*expected, *against), 1.05 * max(*expected, *against)]
-    panel.plot(ends, ends, color="black", linewidth=0.8)
+    panel.plot(ends, ends, color="black", linewidth=0.8, label="expected = measured")
     panel.set(xlabel="expected speed / plain", ylabel="measured speed / plain", title=f"hispec tune on {asked.model}")
     panel.legend(frameon=False)
     figure.savefig(asked.out / "tuning.png", dpi=120)

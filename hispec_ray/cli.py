@@ -78,7 +78,7 @@ _answer = partial(typer.Option, rich_help_panel="Answer")
 def generate(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to answer.")],
     *,
-    model: Annotated[str | None, _model(help="A folder, a .gguf file or a Hugging Face id.", show_default=DEFAULT_MODEL)] = None,
+    model: Annotated[str | None, _model(help="A folder, a .gguf file, a Hugging Face id, or abacus.", show_default=DEFAULT_MODEL)] = None,
     dtype: Annotated[str | None, _model(help="bfloat16 or float32.", show_default="bfloat16")] = None,
     threads: Annotated[int | None, _model(help="CPU threads.", show_default="every core")] = None,
     config: Annotated[Path | None, _model(help="Take the settings of a deployment file; options given here override them.")] = None,
@@ -88,6 +88,8 @@ def generate(
     check_exit: Annotated[int | None, _decoding(help="Layers of the check exit.", show_default="a quarter of the depth")] = None,
     draft_tokens: Annotated[int | None, _decoding(help="Guesses before a deeper level looks.", show_default="2")] = None,
     window: Annotated[int | None, _decoding(help="Tokens kept by the check exit before the full depth looks.", show_default="4")] = None,
+    phrases: Annotated[str | None, _decoding(help="A file of phrases for a lookup.", show_default="none")] = None,
+    pace: Annotated[str | None, _decoding(help="auto guesses as far as it pays, fixed always that far.", show_default="auto")] = None,
     max_tokens: Annotated[int, _answer(help="Most tokens to write.")] = 256,
     temperature: Annotated[float, _answer(help="From 0, always the likeliest token, to 2.")] = 0.0,
     seed: Annotated[int | None, _answer(help="Repeats a sampled answer.", show_default="another each time")] = None,
@@ -104,6 +106,7 @@ def generate(
             "speculation.method": method, "speculation.drafter": drafter,
             "speculation.exits.draft": draft_exit, "speculation.exits.check": check_exit,
             "speculation.draft_tokens": draft_tokens, "speculation.window": window,
+            "speculation.phrases": phrases, "speculation.pace": pace,
         },
     )  # fmt: skip
     try:
@@ -119,16 +122,19 @@ def generate(
 def check(file: Annotated[Path, typer.Argument(metavar="FILE", help="A deployment file, as `serve run` takes it.")]) -> None:
     """Say what is wrong with a deployment FILE before a server is started: its settings, its model, the exits, phrases, the keys."""
     settings = settings_from(file, {})
-    from hispec_ray.engine.prompts import read_template  # noqa: PLC0415  torch takes seconds, which a mistyped setting need not wait for
+    import torch  # noqa: PLC0415  takes seconds, which a mistyped setting need not wait for
+
+    from hispec_ray.engine.prompts import read_template  # noqa: PLC0415
     from hispec_ray.model.weights import open_model  # noqa: PLC0415
     from hispec_ray.serving.keys import read_keys  # noqa: PLC0415
-    from hispec_ray.shard.shard import drafter_for, levels_for  # noqa: PLC0415
+    from hispec_ray.shard.shard import drafter_for, heads_for, levels_for  # noqa: PLC0415
     from hispec_ray.shard.stages import deepest_exit, stages_of  # noqa: PLC0415
 
     try:
         source = open_model(settings.model.path)
         levels = levels_for(settings.speculation, source.architecture.layers)
-        drafter_for(settings.speculation, source.architecture.vocabulary)  # reads phrases
+        heads_for(settings.speculation, source, getattr(torch, settings.model.dtype))  # the files are read
+        drafter_for(settings.speculation, source.architecture.vocabulary)
         if settings.parallel:
             stages_of(settings.parallel, source.architecture, deepest_exit(settings.speculation, source.architecture.layers))
         read_keys(settings.server.api_keys_file, settings.server.api_keys_variable)
@@ -137,7 +143,10 @@ def check(file: Annotated[Path, typer.Argument(metavar="FILE", help="A deploymen
     except ValueError as error:
         raise InputError(str(error)) from error
     depths = ", ".join(f"{level.name} {level.depth}" for level in levels)
-    print(f"{file}: {source.name}, {settings.speculation.method} ({depths} layers)")
+    files = {"exits": settings.speculation.exits.heads, "phrases": settings.speculation.phrases}
+    named = "".join(f", {what} of {path}" for what, path in files.items() if path)
+    lookup = "" if settings.speculation.drafter == "exit" else f", {settings.speculation.drafter}"
+    print(f"{file}: {source.name}, {settings.speculation.method} ({depths} layers){lookup}{named}")
 
 
 app.command()(plan.plan)

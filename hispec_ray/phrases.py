@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
-from safetensors.torch import save_file
 
 from hispec_ray.core.plan import IntArray
 from hispec_ray.model.weights import open_model
 from hispec_ray.speculation.phrases import LENGTHS, PAIRS, name_of
 from hispec_ray.training.data import Line
-from hispec_ray.training.output import whole
+from hispec_ray.training.output import save_tensors, whole
 from hispec_ray.training.reading import LineReader
 
 LEAST_COUNT = 2
@@ -35,10 +34,13 @@ def write_phrases(model: str, data: Sequence[Path], out: Path, most: int) -> tup
     groups = LineReader(source, source.architecture.attention_limit).read(data)
     lines = [line for group in groups for line in group]
     tensors = count(lines, most, source.architecture.vocabulary)
+    kept = sum(len(tensors[name_of(length)]) for length in LENGTHS)
+    if not kept:
+        raise ValueError(f"{', '.join(map(str, data))}: nothing is said twice there; phrases are counted in texts of many thousand tokens")
     with whole(out, scratch := out.with_name(out.name + ".writing")):
-        save_file(tensors, scratch)
+        save_tensors(tensors, scratch)
         scratch.rename(out)
-    return sum(len(line.ids) - max(1, line.learn_from) for line in lines), sum(len(tensors[name_of(length)]) for length in LENGTHS)
+    return sum(len(line.ids) - max(1, line.learn_from) for line in lines), kept
 
 
 def count(lines: Sequence[Line], most: int, vocabulary: int) -> dict[str, torch.Tensor]:

@@ -77,8 +77,8 @@ def test_what_is_no_file_of_phrases_is_one_line(file: Path, tmp_path: Path) -> N
         save_file(content, path := tmp_path / f"{len(words)}.safetensors")
         with pytest.raises(ValueError, match=words) as caught:
             load_phrases(str(path))
-        assert str(caught.value).startswith(f"speculation.phrases is '{path}': ")
-    with pytest.raises(ValueError, match="it has id 6; the model's are from 0 to 5"):
+        assert str(caught.value).startswith(f"speculation.phrases is '{path}', which is no file of phrases: ")
+    with pytest.raises(ValueError, match="it has id 6; this one.s are from 0 to 5"):
         load_phrases(str(file), 6)
     (tmp_path / "text").write_text("not tensors")
     for path in (tmp_path / "none", tmp_path / "text", tmp_path):
@@ -121,10 +121,12 @@ def test_what_cannot_be_counted_or_written_is_one_line(tiny_folder: Path, tmp_pa
     (tmp_path / "own.jsonl").write_text('{"ids": [1, 2, 3, 2, 3, 2, 3]}\n')
     (tmp_path / "wrong.jsonl").write_text('{"ids": [1, 1000000]}\n')
     (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "once.jsonl").write_text('{"ids": [1, 2, 3, 4]}\n')
     for data, out, words in (
         ("none.jsonl", "out", "none.jsonl does not exist"),
         ("wrong.jsonl", "out", "wrong.jsonl, line 1: ids has 1000000"),
         ("empty.txt", "out", "no text to learn from"),
+        ("once.jsonl", "out", "once.jsonl: nothing is said twice there"),
         ("own.jsonl", "nowhere/out", "nowhere/out'; it must be a file in a folder that exists"),
         ("own.jsonl", ".", "it must be a file in a folder that exists"),
     ):

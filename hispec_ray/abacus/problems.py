@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, get_args
 
 from hispec_ray.abacus.frames import BOYS, COMPARISONS, FRAMES, GIRLS, HER, HIS, TOGETHER, Frame, Operation
@@ -235,3 +236,8 @@ def _working(operation: Operation, value: int, number: int) -> str:
             last = (10 * rest + ones) // number
             head = f"{value} / {number}, tens {tens} / {number} = {first} remainder {rest}, ones {10 * rest + ones} / {number} = {last}"
     return f"{head}, so {10 * first + last}"
+
+
+if __name__ == "__main__":  # problems that the model was not trained on, one a line
+    for problem in islice(stream(1, "held_out"), 16):
+        print(problem.question)

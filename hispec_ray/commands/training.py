@@ -23,7 +23,7 @@ def train_exits(
     data: Annotated[list[str], _model(help="A .txt or .jsonl file, or a folder of them; may be given several times.")],
     exits: Annotated[str, _model(help="Depths to train, in layers from the bottom, for example 4,8.")],
     out: Annotated[str, _model(help="Folder for the result, the log and the checkpoints; the same again goes on.")],
-    model: Annotated[str, _model(help="A folder, a .gguf file or a Hugging Face id.")] = DEFAULT_MODEL,
+    model: Annotated[str, _model(help="A folder, a .gguf file, a Hugging Face id, or abacus.")] = DEFAULT_MODEL,
     held_out: Annotated[float | None, _model(help="Share of the data that is only measured with.", show_default="0.02")] = None,
     line_tokens: Annotated[int | None, _model(help="Tokens of a line: texts are packed into and cut to it.", show_default="256")] = None,
     recipe: Annotated[
@@ -74,7 +74,7 @@ def distill(
         list[Path], _model(help="A .txt file, a prompt a line, or .jsonl with 'prompt' or 'messages'; may be given several times.")
     ],
     out: Annotated[Path, _model(help="A .jsonl file for the answers; the same again goes on.")],
-    model: Annotated[str, _model(help="A folder, a .gguf file or a Hugging Face id.")] = DEFAULT_MODEL,
+    model: Annotated[str, _model(help="A folder, a .gguf file, a Hugging Face id, or abacus.")] = DEFAULT_MODEL,
     chat: Annotated[bool | None, _model("--chat/--raw", help="Use the model's chat template.", show_default="where it has one")] = None,
     tokens: Annotated[int, _course(min=1, help="Tokens to write in all; prompts come again with another seed.")] = 100_000,
     max_tokens: Annotated[int, _course(min=1, help="Most tokens of an answer.")] = 256,
@@ -106,7 +106,7 @@ def phrases(
     *,
     data: Annotated[list[Path], _model(help="Texts, as for train-exits; the model's own (distill) pay. May be given several times.")],
     out: Annotated[Path, _model(help="A .safetensors file, for speculation.phrases.")],
-    model: Annotated[str, _model(help="A folder, a .gguf file or a Hugging Face id.")] = DEFAULT_MODEL,
+    model: Annotated[str, _model(help="A folder, a .gguf file, a Hugging Face id, or abacus.")] = DEFAULT_MODEL,
     most: Annotated[int, _course(min=1, max=10_000_000, help="N-grams to keep, of 300 bytes each in a process that looks up.")] = 200_000,
 ) -> None:
     """Count what usually follows what in texts, for a lookup to begin with."""

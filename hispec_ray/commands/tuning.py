@@ -28,7 +28,7 @@ def tune(
     prompts: Annotated[
         list[Path], _model(help="A .txt file, a prompt a line, or .jsonl with 'prompt' or 'messages'; may be given several times.")
     ],
-    model: Annotated[str, _model(help="A folder, a .gguf file or a Hugging Face id.")] = DEFAULT_MODEL,
+    model: Annotated[str, _model(help="A folder, a .gguf file, a Hugging Face id, or abacus.")] = DEFAULT_MODEL,
     heads: Annotated[str | None, _model(help="A file of trained exits.", show_default="none")] = None,
     phrases: Annotated[str | None, _model(help="A file of phrases for lookups.", show_default="none")] = None,
     chat: Annotated[bool | None, _model("--chat/--raw", help="Use the model's chat template.", show_default="where it has one")] = None,
@@ -90,7 +90,10 @@ def tune(
 def _table(found: Tuning) -> Table:
     from rich.table import Table  # noqa: PLC0415
 
-    table = Table(title="Plans that were run, tokens a second at batch 1", title_justify="left")
+    table = Table(
+        title="Plans that were run, tokens a second at batch 1", title_justify="left", caption_justify="left",
+        caption="a plan: method, drafter (exit where none is named), layers of its exits, draft_tokens/window, other settings",
+    )  # fmt: skip
     for heading in ("plan", "expected", "measured", "against plain"):
         table.add_column(heading, justify="left" if heading == "plan" else "right")
     plain = next(plan.measured or 0.0 for plan in found.checked if plan.speculation.method == "plain")

@@ -49,10 +49,16 @@ def load_phrases(path: str, vocabulary: int | None = None) -> Phrases:
     try:
         changed = file.stat().st_mtime_ns
         most, phrases = _read(file, changed)
-    except (OSError, SafetensorError, ValueError) as error:
-        raise ValueError(f"speculation.phrases is {path!r}: {' '.join(str(error).split())}") from error
+    except OSError as error:
+        raise ValueError(
+            f"speculation.phrases is {path!r}: {error.strerror or error}; it must be a file that `hispec phrases` wrote"
+        ) from error
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"speculation.phrases is {path!r}, which is no file of phrases: {' '.join(str(error).split())}") from error
     if vocabulary is not None and most >= vocabulary:
-        raise ValueError(f"speculation.phrases is {path!r}: it has id {most}; the model's are from 0 to {vocabulary - 1}")
+        raise ValueError(
+            f"speculation.phrases is {path!r}, made for another model: it has id {most}; this one's are from 0 to {vocabulary - 1}"
+        )
     return phrases
 
 
@@ -64,7 +70,7 @@ def _read(file: Path, changed: int) -> tuple[int, Phrases]:
     for name, columns in shapes.items():
         tensor = tensors.get(name)
         if tensor is None:
-            raise ValueError(f"it has no {name}, so it is no file of phrases")
+            raise ValueError(f"it has no {name}")
         if tensor.ndim != 2 or tensor.shape[1] != columns or tensor.dtype not in (torch.uint16, torch.int32):
             raise ValueError(f"{name} is {tensor.dtype} of shape {list(tensor.shape)}; it must be uint16 or int32 in {columns} columns")
     lists = {name: tensors[name].numpy() for name in shapes}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,10 +28,17 @@ def write_heads(path: Path, tensors: Mapping[str, torch.Tensor], card: Card) -> 
     """
     scratch, card_scratch = path.with_name("exits.writing"), path.with_name("card.writing")
     with whole(path, scratch, card_scratch):
-        save_file(dict(tensors), scratch)
+        save_tensors(tensors, scratch)
         card_scratch.write_text(card.model_dump_json(indent=1))
         scratch.rename(path)
         card_scratch.rename(card_path(path))
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write a safetensors file that may be read by whom the umask lets: safetensors itself leaves it to its owner."""
+    save_file(dict(tensors), path)
+    os.umask(mask := os.umask(0))
+    path.chmod(0o666 & ~mask)
 
 
 def write_model(path: Path, model: Any, source: ModelSource, card: Card) -> None:
