@@ -127,7 +127,7 @@ def check(file: Annotated[Path, typer.Argument(metavar="FILE", help="A deploymen
     from hispec_ray.engine.prompts import read_template  # noqa: PLC0415
     from hispec_ray.model.weights import open_model  # noqa: PLC0415
     from hispec_ray.serving.keys import read_keys  # noqa: PLC0415
-    from hispec_ray.shard.shard import drafter_for, heads_for, levels_for  # noqa: PLC0415
+    from hispec_ray.shard.shard import drafter_for, heads_for, levels_for, looks_up  # noqa: PLC0415
     from hispec_ray.shard.stages import deepest_exit, stages_of  # noqa: PLC0415
 
     try:
@@ -143,10 +143,13 @@ def check(file: Annotated[Path, typer.Argument(metavar="FILE", help="A deploymen
     except ValueError as error:
         raise InputError(str(error)) from error
     depths = ", ".join(f"{level.name} {level.depth}" for level in levels)
-    files = {"exits": settings.speculation.exits.heads, "phrases": settings.speculation.phrases}
-    named = "".join(f", {what} of {path}" for what, path in files.items() if path)
-    lookup = "" if settings.speculation.drafter == "exit" else f", {settings.speculation.drafter}"
-    print(f"{file}: {source.name}, {settings.speculation.method} ({depths} layers){lookup}{named}")
+    speculation = settings.speculation
+    words = [f"{speculation.method} ({depths} layers)"]
+    if looks_up(speculation):
+        words.append(speculation.drafter + (f" with phrases of {speculation.phrases}" if speculation.phrases else ""))
+    if speculation.exits.heads:
+        words.append(f"exits of {speculation.exits.heads}")
+    print(f"{file}: {source.name}, {', '.join(words)}")
 
 
 app.command()(plan.plan)

@@ -57,7 +57,7 @@ class SpeculationSettings(Group):
     method: Literal["plain", "single", "hispec"] = "hispec"
     drafter: Literal["exit", "lookup", "mixed"] = "exit"
     """Who guesses: the draft exit; a lookup of what followed the same words before, which costs no layer; or both, the lookup first."""
-    phrases: str | None = None
+    phrases: Annotated[str, Field(min_length=1)] | None = None
     """A file of what usually follows what (`hispec phrases`), for a lookup to begin with; smollm2-135m-instruct names the package's own."""
     exits: ExitSettings = ExitSettings()
     draft_tokens: Positive = 2

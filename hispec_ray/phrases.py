@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from hispec_ray.core.plan import IntArray
 from hispec_ray.model.weights import open_model
-from hispec_ray.speculation.phrases import LENGTHS, PAIRS, name_of
+from hispec_ray.speculation.phrases import AFTER, LENGTHS, VOCABULARY, name_of
 from hispec_ray.training.data import Line
 from hispec_ray.training.output import save_tensors, whole
 from hispec_ray.training.reading import LineReader
@@ -28,8 +28,10 @@ def write_phrases(model: str, data: Sequence[Path], out: Path, most: int) -> tup
     data: as `LineReader` reads it; of `hispec distill` it is the model's own text, which is what pays.
     Raises ValueError, in one line, where the model or the data is not as it should be, and OSError where the file cannot be written.
     """
-    if not out.parent.is_dir() or out.is_dir():
+    if not out.parent.is_dir() or (out.exists() and not out.is_file()):
         raise ValueError(f"out is '{out}'; it must be a file in a folder that exists")
+    if any(path.exists() and out.exists() and path.samefile(out) for path in data):
+        raise ValueError(f"out is '{out}', which is data; name another file")
     source = open_model(model, weights=False)
     groups = LineReader(source, source.architecture.attention_limit).read(data)
     lines = [line for group in groups for line in group]
@@ -38,7 +40,7 @@ def write_phrases(model: str, data: Sequence[Path], out: Path, most: int) -> tup
     if not kept:
         raise ValueError(f"{', '.join(map(str, data))}: nothing is said twice there; phrases are counted in texts of many thousand tokens")
     with whole(out, scratch := out.with_name(out.name + ".writing")):
-        save_tensors(tensors, scratch)
+        save_tensors(tensors, scratch, {VOCABULARY: str(source.architecture.vocabulary)})
         scratch.rename(out)
     return sum(len(line.ids) - max(1, line.learn_from) for line in lines), kept
 
@@ -51,14 +53,18 @@ def count(lines: Sequence[Line], most: int, vocabulary: int) -> dict[str, torch.
         windows, counts, ranks, totals = _followers(lines, length)
         good = (ranks == 0) & (counts >= LEAST_COUNT) & (counts >= LEAST_SHARE * totals)
         grams[length], times[length] = windows[good], counts[good]
-    every = np.sort(np.concatenate(list(times.values())))[::-1]
-    least = int(every[most]) + 1 if len(every) > most else 0  # fewer than `most` where many are as frequent as the last
+    every = np.concatenate([times[length] for length in reversed(LENGTHS)])
+    kept = np.zeros(len(every), dtype=bool)
+    kept[np.argsort(-every, kind="stable")[:most]] = True  # of equally frequent ones the shorter
     windows, _, ranks, _ = _followers(lines, 1)
     firsts, seconds = windows[ranks == 0], windows[ranks == 1]
     after = np.column_stack([firsts, firsts[:, 1]])
     after[np.searchsorted(firsts[:, 0], seconds[:, 0]), 2] = seconds[:, 1]
-    kept = {name_of(length): grams[length][times[length] >= least] for length in LENGTHS} | {PAIRS: after}
-    return {name: torch.from_numpy(part).to(torch.uint16 if vocabulary <= 2**16 else torch.int32) for name, part in kept.items()}
+    found = {AFTER: after}
+    for length in reversed(LENGTHS):
+        mine, kept = np.split(kept, [len(grams[length])])
+        found[name_of(length)] = grams[length][mine]
+    return {name: torch.from_numpy(part).to(torch.uint16 if vocabulary <= 2**16 else torch.int32) for name, part in found.items()}
 
 
 def _followers(lines: Sequence[Line], length: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:

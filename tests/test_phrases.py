@@ -14,7 +14,7 @@ from shared import Run
 from hispec_ray import LLM, SamplingParams
 from hispec_ray.config import DEFAULT_MODEL, Settings
 from hispec_ray.phrases import count
-from hispec_ray.speculation.phrases import LENGTHS, PAIRS, load_phrases, name_of
+from hispec_ray.speculation.phrases import AFTER, LENGTHS, VOCABULARY, load_phrases, name_of
 from hispec_ray.training.data import Line
 
 OWN = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 4, 1, 2, 6]
@@ -29,19 +29,22 @@ def test_what_follows_most_often_is_kept_where_it_does_so_more_than_once() -> No
     assert found[name_of(2)] == [[1, 2, 3], [2, 3, 4], [3, 4, 1], [4, 1, 2]]
     assert found[name_of(3)] == [[1, 2, 3, 4], [2, 3, 4, 1], [3, 4, 1, 2]]
     assert found[name_of(6)] == []
-    assert found[PAIRS] == [[1, 2, 2], [2, 3, 6], [3, 4, 5], [4, 1, 1], [5, 1, 1]]
+    assert found[AFTER] == [[1, 2, 2], [2, 3, 6], [3, 4, 5], [4, 1, 1], [5, 1, 1]]
 
 
 def test_only_what_is_to_be_learned_is_counted_and_a_prompt_may_come_before_it() -> None:
     found = counted([Line((8, 9, 7, 7), 2), Line((8, 9, 7, 6), 2), Line((8,), 0)])
     assert found[name_of(2)] == [[8, 9, 7]]
-    assert found[PAIRS] == [[7, 6, 7], [9, 7, 7]]
+    assert found[AFTER] == [[7, 6, 7], [9, 7, 7]]
 
 
 def test_the_most_frequent_are_kept_where_not_all_may() -> None:
     often = [Line((1, 2, 3), 0)] * 5 + [Line((4, 5, 6), 0)] * 3 + [Line((7, 8, 9), 0)] * 3
     assert counted(often, most=3)[name_of(2)] == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
-    assert counted(often, most=2)[name_of(2)] == [[1, 2, 3]], "of equally frequent ones all or none"
+    assert counted(often, most=2)[name_of(2)] == [[1, 2, 3], [4, 5, 6]]
+    assert counted([Line((1, 2, 3, 4), 0)] * 2, most=2) | {AFTER: []} == {
+        AFTER: [], name_of(2): [[1, 2, 3], [2, 3, 4]], name_of(3): [], name_of(4): [], name_of(6): [],
+    }, "of equally frequent ones the shorter"  # fmt: skip
 
 
 def test_rare_continuations_are_left_out() -> None:
@@ -51,7 +54,7 @@ def test_rare_continuations_are_left_out() -> None:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    save_file(count([Line(tuple(OWN), 0)], 1000, 2**17), path := tmp_path / "phrases.safetensors")
+    save_file(count([Line(tuple(OWN), 0)], 1000, 2**17), path := tmp_path / "phrases.safetensors", {VOCABULARY: "7"})
     return path
 
 
@@ -60,7 +63,7 @@ def test_a_file_is_read_as_it_was_written_and_again_where_it_changes(file: Path)
     assert phrases.follows[1, 2] == 3
     assert phrases.after[2] == (3, 6)
     assert load_phrases(str(file)) is phrases, "an engine that starts anew shares them"
-    save_file(count([Line((1, 2, 6, 1, 2, 6), 0)], 1000, 100), file)
+    save_file(count([Line((1, 2, 6, 1, 2, 6), 0)], 1000, 100), file, {VOCABULARY: "100"})
     os.utime(file, ns=(1, 1))
     assert load_phrases(str(file)).follows[1, 2] == 6
 
@@ -68,20 +71,24 @@ def test_a_file_is_read_as_it_was_written_and_again_where_it_changes(file: Path)
 def test_what_is_no_file_of_phrases_is_one_line(file: Path, tmp_path: Path) -> None:
     tensors = count([Line(tuple(OWN), 0)], 1000, 100)
     broken = {
-        "it has no after": {name: tensor for name, tensor in tensors.items() if name != PAIRS},
+        "it has no after": {name: tensor for name, tensor in tensors.items() if name != AFTER},
         "grams.2 is torch.float32": tensors | {name_of(2): torch.ones(2, 3)},
         "in 4 columns": tensors | {name_of(3): torch.ones(2, 5, dtype=torch.int32)},
-        "ids below 0": tensors | {PAIRS: torch.full((1, 3), -1, dtype=torch.int32)},
+        "after has ids outside 0 to 6": tensors | {AFTER: torch.full((1, 3), -1, dtype=torch.int32)},
+        "after has ids outside 0 to 6$": tensors | {AFTER: torch.full((1, 3), 7, dtype=torch.int32)},
     }
     for words, content in broken.items():
-        save_file(content, path := tmp_path / f"{len(words)}.safetensors")
+        save_file(dict(content), path := tmp_path / f"{len(words)}.safetensors", {VOCABULARY: "7"})
         with pytest.raises(ValueError, match=words) as caught:
             load_phrases(str(path))
         assert str(caught.value).startswith(f"speculation.phrases is '{path}', which is no file of phrases: ")
-    with pytest.raises(ValueError, match="it has id 6; this one.s are from 0 to 5"):
+    save_file(tensors, tmp_path / "unnamed.safetensors")
+    with pytest.raises(ValueError, match="its vocabulary is ''; it must be a number of ids"):
+        load_phrases(str(tmp_path / "unnamed.safetensors"))
+    with pytest.raises(ValueError, match="made for another model: one with 7 ids; this one has 6"):
         load_phrases(str(file), 6)
     (tmp_path / "text").write_text("not tensors")
-    for path in (tmp_path / "none", tmp_path / "text", tmp_path):
+    for path in (tmp_path / "none", tmp_path / "text", tmp_path, "~nobody/none"):
         with pytest.raises(ValueError, match=r"^speculation\.phrases is '[^\n]*$"):
             load_phrases(str(path))
 
@@ -129,6 +136,8 @@ def test_what_cannot_be_counted_or_written_is_one_line(tiny_folder: Path, tmp_pa
         ("once.jsonl", "out", "once.jsonl: nothing is said twice there"),
         ("own.jsonl", "nowhere/out", "nowhere/out'; it must be a file in a folder that exists"),
         ("own.jsonl", ".", "it must be a file in a folder that exists"),
+        ("own.jsonl", "own.jsonl", "own.jsonl', which is data; name another file"),
+        ("own.jsonl", "/dev/null", "it must be a file in a folder that exists"),
     ):
         status, printed, errors = hispec("phrases", "--model", tiny_folder, "--data", tmp_path / data, "--out", tmp_path / out)
         assert (status, printed, len(errors.splitlines())) == (2, "", 1), errors

@@ -113,5 +113,5 @@ def phrases(
     with in_one_line("stopped; nothing was written"):
         from hispec_ray.phrases import write_phrases  # noqa: PLC0415  torch takes seconds
 
-        read, kept = write_phrases(model, [path.expanduser() for path in data], out.expanduser(), most)
+        read, kept = write_phrases(model, data, out, most)
         print(f"{kept} n-grams of {read} tokens in {out}")

@@ -276,8 +276,8 @@ static void round_to_pairs(const float* x, int64_t count, int64_t row, int64_t r
   }
 }
 
-// Of rows that are left, those that pass a panel next. Nine to twelve at once are slower than in two groups: loads of inputs crowd the weights'.
-static inline int64_t next_pair_rows(int64_t left) { return left > 8 && left <= ROWS ? (left + 1) / 2 : next_rows(left); }
+// Of `all` rows those that pass a panel next. Nine to twelve at once are slower than in two groups: loads of inputs crowd the weights'.
+static inline int64_t next_pair_rows(int64_t left, int64_t all) { return all > 8 && all <= ROWS && left == all ? (left + 1) / 2 : next_rows(left); }
 
 template <>
 void product<bf16>(const float* x, int64_t ldx, int64_t rows, const Target& t, int64_t from, int64_t to) {
@@ -288,7 +288,7 @@ void product<bf16>(const float* x, int64_t ldx, int64_t rows, const Target& t, i
   for (int64_t first = 0; first < rows; first += step) {
     const int64_t last = std::min(rows, first + step), groups = last - first > 8 ? std::max<int64_t>(2, (last - first + ROWS - 1) / ROWS) : 1;
     for (int64_t r = first, now; r < last; r += now) {
-      now = next_pair_rows(last - r);
+      now = next_pair_rows(last - r, last - first);
       for (int64_t i = 0; i < now; ++i) round_to_pairs(x + (r + i) * ldx, depth, i, now, pairs.data() + (r - first) * words);
     }
     for (int64_t p = from, wide; p < to; p += wide) {
@@ -296,7 +296,7 @@ void product<bf16>(const float* x, int64_t ldx, int64_t rows, const Target& t, i
       wide = wide <= to - p ? wide : 1;
       Ahead ahead = while_passing(static_cast<const char*>(t.matrix.panels) + p * bytes, bytes, depth, groups);
       for (int64_t r = first, now; r < last; r += now, ahead.at += depth / 2 * ahead.step) {
-        now = next_pair_rows(last - r);
+        now = next_pair_rows(last - r, last - first);
         const uint32_t* in = pairs.data() + (r - first) * words;
         if (wide == 4) pair_rows<4, 2>(int(now), in, t, p, r, ahead);
         else if (wide == 2) pair_rows<2, 6>(int(now), in, t, p, r, ahead);

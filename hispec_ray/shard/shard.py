@@ -59,9 +59,14 @@ def levels_for(speculation: SpeculationSettings, layers: int, own: Mapping[int, 
     return *guesser, Level("check", check, speculation.draft_tokens, own.get(check)), Level("full", layers, speculation.window)
 
 
+def looks_up(speculation: SpeculationSettings) -> bool:
+    """Whether a lookup takes part."""
+    return speculation.method != "plain" and speculation.drafter != "exit"
+
+
 def drafter_for(speculation: SpeculationSettings, vocabulary: int | None = None) -> Drafter | None:
     """Return the drafter that is no exit, where the settings want one. vocabulary: as `load_phrases` takes it, and raises."""
-    if speculation.method == "plain" or speculation.drafter == "exit":
+    if not looks_up(speculation):
         return None
     return LookupDrafter(load_phrases(speculation.phrases, vocabulary) if speculation.phrases else NONE)
 
@@ -152,14 +157,15 @@ class Shard:
         if native:
             torch.set_num_threads(1)  # torch's own threads, once woken, spin for milliseconds on the kernels' cores
         self.grammars: Grammars = like.grammars if like else Grammars(source.byte_tokenizer)
-        drafter, first, end = drafter_for(speculation, architecture.vocabulary), piece.layers.start, piece.layers.stop
+        first, end = piece.layers.start, piece.layers.stop
         self._round: Round | None = None
         self._upper: Upper | None = None
         if piece.embeds:
+            drafter = drafter_for(speculation, architecture.vocabulary)
             parts: dict[str, Any] = {"drafter": drafter, "own": own, "grammars": self.grammars, "end": end}
             self._round = round_for(speculation, self.decoder, architecture.layers, self.choose, **parts)
         else:
-            told: dict[str, Any] = {"lookup": drafter is not None, "first": first, "end": end, "grammars": self.grammars}
+            told: dict[str, Any] = {"lookup": looks_up(speculation), "first": first, "end": end, "grammars": self.grammars}
             self._upper = Upper(self.decoder, self.levels, self.choose, _doubt(speculation), **told)
         self.sources = (self._round or self._upper).sources  # type: ignore[union-attr]
 

@@ -32,9 +32,11 @@ _CREDIT = 8.0
 _DEBT = 2.0
 """Plain steps by which a lookup's account may be short before its guesses are no longer taken."""
 _STEP = 0.1
-"""What a new round counts in a sequence's shares, and in how fast the machine is."""
-_LONG = 50
-"""Measurements after which a cost's mean hardly moves: what remains is the machine, which is faster and slower with all its passes."""
+"""What a new round counts in a sequence's shares, and in what lies around passes."""
+_NOW = 0.3
+"""What a round counts in how fast the machine is."""
+_STEADY = 0.001
+"""What a new time counts at least in a pass's cost: next to nothing, for what moves after so many is the machine, with all its passes."""
 _PRIOR = 0.7
 """A level's share of kept guesses before it was asked."""
 _UNPRICED = 0.3
@@ -57,21 +59,25 @@ _SELDOM = 4
 _MOST_CHOICES = 4096  # that are remembered; each is a batch size and shares to a twentieth
 
 
-def _step(ratio: float, step: float) -> float:
-    """What a new measurement that is `ratio` times the mean multiplies the mean by.
+def _moved(mean: float, new: float, step: float) -> float:
+    """Return the mean (geometric, for the machine's speed is a factor) with a new measurement that counts `step` in it.
 
-    A pass that was held up (another process, a page fault) says little about the next one: a shorter time counts three times as much.
+    A pass that was held up (another process, a page fault) says little about the next one: it counts as thrice the mean at most.
     """
-    return 1 + min(step if ratio > 1 else 3 * step, 1.0) * (min(ratio, 3.0) - 1)
+    return float(mean * min(max(new / mean, 1 / 3), 3.0) ** step) if mean > 0 else new
 
 
 class Cost:
-    """Seconds that something takes, by its number of rows: a mean for each number, lines between."""
+    """Seconds that something takes, by its number of rows: a mean for each number, lines between.
 
-    def __init__(self) -> None:
+    A mean is of all its measurements alike, until one would count less than `least` in it.
+    """
+
+    def __init__(self, least: float = _STEADY) -> None:
+        self._least = least
         self._rows: list[int] = []
         self._means: list[float] = []
-        self._counts: list[int] = []  # of what a mean is of, up to where it counts
+        self._counts: list[int] = []  # measurements of each
         self._seconds: list[float] = []  # the means, or what more rows cost where that is less
 
     def add(self, rows: int, seconds: float) -> None:
@@ -79,9 +85,8 @@ class Cost:
         seconds *= bucket / rows
         at = bisect_left(self._rows, bucket)
         if at < len(self._rows) and self._rows[at] == bucket:
-            self._counts[at] = count = min(self._counts[at] + 1, _LONG)
-            mean = self._means[at]
-            self._means[at] = mean * _step(seconds / mean, 1 / count) if mean else seconds
+            self._counts[at] += 1
+            self._means[at] = _moved(self._means[at], seconds, max(1 / self._counts[at], self._least))
         else:
             self._rows.insert(at, bucket)
             self._means.insert(at, seconds)
@@ -94,10 +99,10 @@ class Cost:
             self._seconds[at] = least
             at -= 1
 
-    def knows(self, rows: int) -> bool:
-        """Whether anything was measured with so many rows."""
-        at = bisect_left(self._rows, _bucket(rows))
-        return at < len(self._rows) and self._rows[at] == _bucket(rows)
+    def mean(self, rows: int) -> float | None:
+        """What passes of so many rows took themselves; None where none was measured."""
+        at = bisect_left(self._rows, bucket := _bucket(rows))
+        return self._means[at] * rows / bucket if at < len(self._rows) and self._rows[at] == bucket else None
 
     def slope(self, rows: int, most: int) -> float | None:
         """Seconds of a further row, on the way from `rows` to as many rows up to `most` as were measured; None where none were."""
@@ -200,8 +205,8 @@ class Pace:
         self.guess = Cost()
         self.costs = (*self.segments, *self.heads, self.guess)
         """All of the three, by the numbers that `Timings` uses."""
-        self._around = Cost()  # what lies around the passes, by sequences: of a plain round, the time between rounds with it,
-        self._around_guesses = Cost()  # and of one with guesses
+        self._around = Cost(_STEP)  # what lies around the passes, by sequences: of a plain round, the time between rounds with it,
+        self._around_guesses = Cost(_STEP)  # and of one with guesses; what requests ask for changes it
         self._usual = [_PRIOR] * len(self._windows)  # shares that a new sequence starts with
         self._habits: dict[int, _Habit] = {}
         self._choices: dict[tuple[object, ...], tuple[float, tuple[int, ...]]] = {}
@@ -212,13 +217,11 @@ class Pace:
         self._rounds = 0
         self._age = 0  # of the costs, when choices are made anew
         self._plainly = False  # this round is for measuring
-        self._plain_at = 0  # the last round that turned out plain
+        self._plain_at: dict[int, int] = {}  # by batch, the last round that turned out plain
         self._looked = 0  # guesses, see _STRANGE
         self._allowance = ALLOWANCE / 2 if lookups and self._options else ALLOWANCE
         self._by_windows = self._by_lookup = 0.0  # the accounts, in seconds
         self._gain = 1.0  # how many times plain decoding's speed lately
-        self._told = 0.0  # seconds of this round's passes, and of what a lookup took
-        self._asked = 0.0  # of these, the lookup's
         self._ended: float | None = None
         self._unbooked = 0  # tokens of plain rounds that were not learned from
         self._skipped: dict[int, int] = {}  # by batch, such rounds since one was
@@ -234,8 +237,8 @@ class Pace:
         first = self._rounds < _FORGET  # then at powers of two
         self._age = self._rounds.bit_length() if first else _FORGET + self._rounds // _FORGET
         due = self._rounds & (self._rounds - 1) == 0 if first else self._rounds % _FORGET == 0
-        self._plainly = due and self._plain_at <= (self._rounds // 2 if first else self._rounds - _FORGET // 2)
-        self._told = self._asked = 0.0
+        # not where one has turned out plain anyhow
+        self._plainly = due and self._plain_at.get(len(decoding), 0) <= (self._rounds // 2 if first else self._rounds - _FORGET // 2)
         self._turn_to(len(decoding))
         for s in decoding:
             if s.id not in self._habits:
@@ -250,17 +253,6 @@ class Pace:
             self._plains[batch] = self.plain_seconds(batch)
         self._plain = self._plains[batch]
         self._rows.clear()
-
-    def timed(self, cost: Cost, rows: int, seconds: float, times: float = 1) -> None:
-        """Take note of what a pass of a round took, or each of so many."""
-        cost.add(rows, seconds)
-        self._plains.clear()
-        self._told += times * seconds
-
-    def asked(self, seconds: float) -> None:
-        """Take note of what a lookup took to say what goes straight to the full depth, or that it has no guess."""
-        self._told += seconds
-        self._asked += seconds
 
     def takes_lookups(self) -> bool:
         """Whether a lookup's guesses may go straight to the full depth in this round."""
@@ -362,7 +354,7 @@ class Pace:
 
     def plain_seconds(self, batch: int) -> float:
         """Expected seconds of a round of plain decoding; 0 before one of so many sequences was measured."""
-        if not self._around.knows(batch):
+        if self._around.mean(batch) is None:
             return 0.0
         return self._around.of(batch) + sum(segment.of(batch) for segment in self.segments) + self.heads[-1].of(batch)
 
@@ -380,86 +372,95 @@ class Pace:
         return total
 
     def learn(self, begun: Begun, looks: Sequence[Look], timings: Timings) -> None:
-        """Learn from a round and what it took. looks: of the sequences for which somebody guessed.
+        """Learn from a round and what it took (timings, in seconds). looks: of the sequences for which somebody guessed.
 
         Rounds may overlap: this one need not be the one that began last.
         """
         if begun.number == 1:  # it finds memory cold, and is no measure
             return
-        if not looks and not timings.asked and not begun.plainly and begun.number > _FORGET and self._around.knows(begun.batch):
+        if not looks and not timings.asked and not begun.plainly and begun.number > _FORGET and self._around.mean(begun.batch) is not None:
             self._skipped[begun.batch] = (self._skipped.get(begun.batch, 0) + 1) % _SELDOM
             if self._skipped[begun.batch]:
                 self._unbooked += begun.batch
                 self._ended = timings.end
                 return
-        self._told = self._asked = 0.0
-        self._turn_to(begun.batch)
-        known = [one for one in timings.passes if self.costs[one[0]].knows(one[1])]
-        expected = sum(times * self.costs[number].of(rows) for number, rows, _, times in known)
-        if expected:
-            self._speed *= _step(sum(times * seconds for _, _, seconds, times in known) / (expected * self._speed), _STEP)
+        if begun.alone:  # a prompt's passes tell of its length too
+            self._clock(timings)
+        asked = timings.asked / self._speed
+        told = asked  # seconds of the round that are a pass's or a lookup's
         for number, rows, seconds, times in timings.passes:
-            self.timed(self.costs[number], rows, seconds / self._speed, times)
-        self.asked(timings.asked / self._speed)
-        self.end(begun, looks, timings.start, timings.end)
-
-    def end(self, begun: Begun, looks: Sequence[Look], start: float, now: float) -> None:
-        """Learn from a round that ran from `start` to `now` (seconds), whose passes have been told."""
-        gap = max(0.0, start - self._ended) if self._ended is not None and begun.goes_on else 0.0
-        self._ended = now
-        batch = self._batch
-        if not batch:
+            self.costs[number].add(rows, seconds / self._speed)
+            told += times * seconds / self._speed
+        self._plains.clear()
+        gap = max(0.0, timings.start - self._ended) if self._ended is not None and begun.goes_on else 0.0
+        self._ended = timings.end
+        if not begun.batch:
             return
-        spent = (now - start + gap) / self._speed
+        spent = (timings.end - timings.start + gap) / self._speed
         if begun.alone:  # the time is decoding's
             around = self._around_guesses if looks else self._around
+            around.add(begun.batch, max(0.01 * told, spent - told))
             if not looks:
-                self._plain_at = begun.number
-            around.add(batch, max(0.0, spent - self._told))
-            self._plains.clear()
-        self._turn_to(batch)
+                self._plain_at[begun.batch] = begun.number
+        self._turn_to(begun.batch)
         if self._plain:
-            self._settle(self._plain, looks, spent if begun.alone else None)
+            self._settle(self._plain, looks, asked, spent - asked if begun.alone else None)
         for look in looks:
-            if look.straight:
-                continue
-            habit = self._habits[look.id]
-            self._looked += look.seen[-1]
-            if 2 * look.kept[-1] > look.seen[-1]:
-                habit.failed = 0  # a try that went well is made again soon
-            for level, (seen, kept) in enumerate(zip(look.seen, look.kept, strict=True)):
-                if seen:
-                    weight = 1 - (1 - _STEP) ** seen
-                    for shares, part in ((habit.shares, weight), (self._usual, weight / 4)):
-                        shares[level] += part * (kept / seen - shares[level])
-                    habit.made = None
+            if not look.straight:
+                self._look_at(look)
 
-    def _settle(self, plain: float, looks: Sequence[Look], spent: float | None) -> None:
-        """Book what a round saved. spent: its seconds, None where they are not known: then what it was expected to take."""
+    def _look_at(self, look: Look) -> None:
+        """Learn what the levels kept of a sequence's guesses."""
+        habit = self._habits[look.id]
+        self._looked += look.seen[-1]
+        if 2 * look.kept[-1] > look.seen[-1]:
+            habit.failed = 0  # a try that went well is made again soon
+        for level, (seen, kept) in enumerate(zip(look.seen, look.kept, strict=True)):
+            if seen:
+                weight = 1 - (1 - _STEP) ** seen
+                for shares, part in ((habit.shares, weight), (self._usual, weight / 4)):
+                    shares[level] += part * (kept / seen - shares[level])
+                habit.made = None
+
+    def _clock(self, timings: Timings) -> None:
+        """Take note of how fast the machine is, from passes whose cost is known."""
+        taken = expected = 0.0
+        for number, rows, seconds, times in timings.passes:
+            mean = self.costs[number].mean(rows)
+            if mean:
+                taken += times * seconds
+                expected += times * mean
+        if taken and expected:
+            self._speed = _moved(self._speed, taken / expected, _NOW)
+
+    def _settle(self, plain: float, looks: Sequence[Look], asked: float, spent: float | None) -> None:
+        """Book what a round saved. asked: seconds of a lookup; spent: all others, None where they are not known: then what was expected."""
         batch = self._batch
         token, row = plain / batch, self._row(self._top)
         saved, extra = [0.0, 0.0], [0.0, 0.0]  # by windows, by the lookup: seconds of plain decoding, and expected seconds more
+        around = max(0.0, self._around_guesses.of(batch) - self._around.of(batch))
         for look in looks:
             kind = 1 if look.straight else 0
             saved[kind] += (look.tokens - 1) * token
             if look.straight:
-                more = look.straight * (row[0] if row else _UNPRICED * token)
+                more = look.straight * (row[0] if row else _UNPRICED * token) + around / len(looks)
             else:
                 habit = self._habits[look.id]
                 more = (self.seconds(batch, habit.shares, habit.chosen) - plain) / batch
             extra[kind] += max(0.01 * token, more)
         expected = sum(extra)
         tokens = batch + sum(look.tokens - 1 for look in looks)
+        asked = min(asked, plain)  # one that was held up
         if spent is not None:
             if looks:
-                spent = min(spent, _HELD_UP * (plain + expected + self._asked))
-                scale = (spent - self._asked - plain) / expected
+                spent = min(spent, _HELD_UP * (plain + expected))
+                scale = (spent - plain) / expected
                 extra = [seconds * scale for seconds in extra]
-            self._gain += _STEP * (min(tokens * token / spent, 10.0) - self._gain)
+            self._gain += _STEP * (min(tokens * token / (spent + asked), 10.0) - self._gain)
         allowed, most = self._allowance * (tokens + self._unbooked) * token, _CREDIT * plain
         self._unbooked = 0
         self._by_windows = max(-most, min(most, self._by_windows + allowed + saved[0] - extra[0]))
-        self._by_lookup = max(-most, min(most, self._by_lookup + allowed + saved[1] - extra[1] - self._asked))
+        self._by_lookup = max(-most, min(most, self._by_lookup + allowed + saved[1] - extra[1] - asked))
 
 
 def _series(share: float, most: int) -> float:

@@ -34,9 +34,9 @@ def write_heads(path: Path, tensors: Mapping[str, torch.Tensor], card: Card) -> 
         card_scratch.rename(card_path(path))
 
 
-def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file that may be read by whom the umask lets: safetensors itself leaves it to its owner."""
-    save_file(dict(tensors), path)
+    save_file(dict(tensors), path, metadata=metadata)
     os.umask(mask := os.umask(0))
     path.chmod(0o666 & ~mask)
 

@@ -71,11 +71,11 @@ def families(
         for draft, check in itertools.product(drafts, checks):
             if draft is not None and check is not None and draft >= check:
                 continue
-            files: dict[str, object] = {"exits": {"draft": draft, "check": check, "heads": heads}}
+            tree: dict[str, object] = {"exits": {"draft": draft, "check": check, "heads": heads}}
             if drafter != "exit":
-                files["phrases"] = phrases
+                tree["phrases"] = phrases
             numbers = {"draft_tokens": 3, "window": 6} if method == "hispec" else {"draft_tokens": 4, "window": 6}
-            yield SpeculationSettings.model_validate({"method": method, "drafter": drafter, **files, **numbers})
+            yield SpeculationSettings.model_validate({"method": method, "drafter": drafter, **tree, **numbers})
 
 
 def far(plan: SpeculationSettings) -> SpeculationSettings:

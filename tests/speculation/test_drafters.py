@@ -112,5 +112,16 @@ def test_phrases_speak_where_no_text_does_and_give_way_to_this_process() -> None
     assert (guess.token, guess.second) == (5, 6)
     write(drafter, 1, [9, 1, 2])
     assert said(drafter, 1, most=1) == [9]
+    write(drafter, 1, [8, 5, 2, 7])
     drafter.begin(plan_of(2, [7, 1, 2], 0, (), ended=[1]))
-    assert said(drafter, 2, most=1) == [9], "what this process wrote is nearer than a file"
+    assert 8 in said(drafter, 2, most=1), "what this process wrote goes before a file"
+    assert 3 not in drafter._candidates(drafter._texts[2], (1, 2))
+
+
+def test_a_token_that_only_one_followed_is_its_first_choice() -> None:
+    drafter = LookupDrafter(Phrases({}, {4: (5, 5)}))
+    read(drafter, 1, [4])
+    first = drafter._candidates(drafter._texts[1], (4,))
+    drafter = LookupDrafter(Phrases({}, {4: (5, 6)}))
+    read(drafter, 1, [4])
+    assert first[5] == drafter._candidates(drafter._texts[1], (4,))[5]

@@ -35,6 +35,7 @@ class Machine:
         self.inside = inside
         self.windows, self.layers, self.drafts, self.segment, self.row = tuple(windows), layers, drafts, segment, row
         self.clock = 0.0
+        self.noise = 0.0  # the share by which a pass may take more or less
         self.rng = random.Random(1)
 
     def cost(self, level: int, rows: int) -> float:
@@ -58,6 +59,7 @@ class Machine:
         kept = [[0] * (top + 1) for _ in plans]
         bottom = 1 if self.drafts else 0
         passes: list[list[tuple[str, int, int]]] = [[] for _ in plans]  # by sequence: what, level, rows
+        told: list[tuple[int, int, float, float]] = []
 
         def advance(i: int, level: int, most: int) -> int:
             """Tentative tokens that a level hands up, at most `most`."""
@@ -89,12 +91,13 @@ class Machine:
                     together[what, level] = together.get((what, level), 0) + rows
             for (what, level), rows in together.items():
                 seconds, times = 0.01 if what == "head" else self.cost(level, rows), LAST_ROW if what == "last row" else 1
-                costs = {"guess": pace.guess, "last row": pace.guess, "segment": pace.segments[level], "head": pace.heads[level]}
-                pace.timed(costs[what], rows, seconds, times)
+                seconds *= self.rng.uniform(1 - self.noise, 1 + self.noise)
+                numbers = {"segment": level, "head": top + 1 + level}
+                told.append((numbers.get(what, 2 * (top + 1)), rows, seconds, times))
                 self.clock += times * seconds
         self.clock += self.inside
         looks = [Look(part.id, tokens[i], 0, seen[i], kept[i]) for i, part in enumerate(plans) if windows[i][-1]]
-        pace.end(begun, looks, start, self.clock)
+        pace.learn(begun, looks, Timings(start, self.clock, passes=told))
         self.clock += 0.04  # outside
         return tokens
 
@@ -150,8 +153,8 @@ def test_windows_follow_what_rows_cost() -> None:
 def test_a_big_batch_guesses_only_where_rows_are_cheap_and_guesses_good(row: float, share: float, opens: bool) -> None:
     machine = Machine((0, 2, 4), (2, 4, 16), row=row)
     for level in range(3):  # a prompt was read
-        machine.pace.timed(machine.pace.segments[level], 64, machine.cost(level, 64))
-        machine.pace.timed(machine.pace.heads[level], 1, 0.01)
+        machine.pace.segments[level].add(64, machine.cost(level, 64))
+        machine.pace.heads[level].add(1, 0.01)
     plans = [SequencePlan(i, (0,), 5, (0,), True, 20, 0.0, 0) for i in range(8)]
     tokens = [sum(machine.round([[share] * 3] * 8, plans)) for _ in range(100)]
     assert (sum(tokens[60:]) > 1.5 * 8 * 40) == opens
@@ -169,18 +172,14 @@ def test_plain_decoding_alone_takes_nothing_from_the_accounts() -> None:
         begun = pace.begin(plan)
         before = pace._by_windows, pace._by_lookup
         start = clock
-        for costs in (pace.segments, pace.heads):
-            for cost in costs:
-                seconds = (1 + 0.1 * batch) * dice.uniform(0.9, 1.3)
-                pace.timed(cost, batch, seconds)
-                clock += seconds
-        clock += 0.5
-        pace.end(begun, [], start, clock)
+        passes = [(cost, batch, (1 + 0.1 * batch) * dice.uniform(0.9, 1.3), 1.0) for cost in range(6)]
+        clock += sum(seconds for _, _, seconds, _ in passes) + 0.5
+        pace.learn(begun, [], Timings(start, clock, passes=passes))
         clock += 0.2
         most = 8 * pace.plain_seconds(batch)
         assert min(before[0], most) <= pace._by_windows
         assert min(before[1], most) <= pace._by_lookup
-    assert pace.plain_seconds(9) == pytest.approx(4 * 1.9 * 1.05 + 0.7, rel=0.1)
+    assert pace.plain_seconds(9) * pace._speed == pytest.approx(4 * 1.9 * 1.09 + 0.7, rel=0.1)
 
 
 def test_a_slow_start_is_forgotten() -> None:
@@ -194,22 +193,19 @@ def test_a_slow_start_is_forgotten() -> None:
     assert (times[-1] - times[500]) / 999 < machine.plain(1) * 1.03
 
 
-def test_a_lookup_that_is_silent_pays_for_being_asked() -> None:
+@pytest.mark.parametrize("slower", [1.0, 3.0])
+def test_a_lookup_that_is_silent_pays_for_being_asked(slower: float) -> None:
     """Also where it has no guess: what it takes is no part of plain decoding, and ends where it finds nothing for long."""
     pace = Pace((8,), drafts=False, lookups=True)
     plan = StepPlan((SequencePlan(1, (0,), 5, (0,), True, 8, 0.0, 0),))
     clock = asked = 0.0
-    for _ in range(1000):
+    for number in range(1000):
+        unit = slower if number > 100 else 1.0  # a machine that slows down
         begun = pace.begin(plan)
-        start = clock
-        if pace.takes_lookups():
-            pace.asked(0.2)
-            clock, asked = clock + 0.2, asked + 0.2
-        pace.timed(pace.segments[0], 1, 0.9)
-        pace.timed(pace.heads[0], 1, 0.1)
-        clock += 1.1
-        pace.end(begun, [], start, clock)
-    assert pace.plain_seconds(1) == pytest.approx(1.1, rel=0.01)
+        start, spent = clock, 0.2 * unit if pace.takes_lookups() else 0.0
+        clock, asked = clock + spent + 1.1 * unit, asked + spent
+        pace.learn(begun, [], Timings(start, clock, asked=spent, passes=[(0, 1, 0.9 * unit, 1), (1, 1, 0.1 * unit, 1)]))
+    assert pace.plain_seconds(1) * pace._speed == pytest.approx(1.1 * unit, rel=0.02)
     assert 0 < asked < 0.03 * clock
 
 
@@ -224,13 +220,19 @@ def test_what_is_guessed_beside_prompts_is_learned_and_charged() -> None:
         begun = pace.begin(plan)
         windows = pace.windows(1)
         opened += windows[-1] > 0 and number >= 100
-        for level in range(3):
-            pace.timed(pace.segments[level], 1 + windows[-1], 0.3)
-            pace.timed(pace.heads[level], 1 + windows[-1], 0.01)
-        pace.timed(pace.guess, 1, 0.3)
-        pace.end(begun, [Look(1, 1, 0, [0, 1, 1], [0, 0, 0])] if windows[-1] else [], clock, clock + 1.0)
+        rows = 1 + windows[-1]
+        passes = [(level, rows, 0.3, 1.0) for level in range(3)] + [(3 + level, rows, 0.01, 1.0) for level in range(3)]
+        looks = [Look(1, 1, 0, [0, 1, 1], [0, 0, 0])] if windows[-1] else []
+        pace.learn(begun, looks, Timings(clock, clock + 1.0, passes=[*passes, (6, 1, 0.07, 1.0)]))
         clock += 1.0
     assert opened < 20, "nothing was ever kept"
+
+
+def looked_up(pace: Pace, rows: int, seconds: float, around: float = 0.0, tokens: int = 1, asked: float = 0.0) -> None:
+    """A round of one sequence: a pass of so many rows, all but one of them guesses of a lookup, and what lies around it."""
+    begun = pace.begin(StepPlan((SequencePlan(1, (0,), 5, (0,), True, 8, 0.0, 0),)))
+    timings = Timings(0.0, seconds + around + asked, asked=asked, passes=[(0, rows, 0.9 * seconds, 1), (1, rows, 0.1 * seconds, 1)])
+    pace.learn(begun, [Look(1, tokens, rows - 1, [], [])] if rows > 1 else [], timings)
 
 
 def priced(row: float, batch: int = 1, window: int = 8) -> Pace:
@@ -239,11 +241,11 @@ def priced(row: float, batch: int = 1, window: int = 8) -> Pace:
     plan = StepPlan(tuple(SequencePlan(i, (0,), 5, (0,), True, window, 0.0, 0) for i in range(batch)))
     pace.begin(plan)  # this round and the next are plain, as the yardstick
     begun = pace.begin(plan)
-    for rows in (1, 2, 4):
-        pace.timed(pace.segments[0], rows * batch, 1.0 + row * (rows - 1) * batch)
-        pace.timed(pace.heads[0], rows * batch, 0.0)
-    pace.end(begun, [], 0.0, pace._told)
-    begun = pace.begin(plan)
+    for rows in (2, 4):
+        pace.segments[0].add(rows * batch, 1.0 + row * (rows - 1) * batch)
+        pace.heads[0].add(rows * batch, 0.0)
+    pace.learn(begun, [], Timings(0.0, 1.0, passes=[(0, batch, 1.0, 1), (1, batch, 0.0, 1)]))
+    pace.begin(plan)
     return pace
 
 
@@ -257,27 +259,25 @@ def test_a_guess_is_priced_by_what_a_row_costs_and_a_token_is_worth(row: float, 
 def test_lookups_wait_until_plain_decoding_was_timed_and_stop_at_the_debt() -> None:
     pace = Pace((8,), drafts=False)
     plan = StepPlan((SequencePlan(1, (0,), 5, (0,), True, 8, 0.0, 0),))
-    begun = pace.begin(plan)
+    pace.begin(plan)
     assert pace.windows(1) == (0,)
     assert not pace.takes_lookups()
     pace = priced(0.1)
     assert pace.takes_lookups()
-    clock = 10.0
     for _ in range(10):  # rounds of one token that take twice as long as plain decoding
-        pace.end(begun, [Look(1, 1, 3, [], [])], clock, clock + 2.0)
-        clock += 2.0
+        looked_up(pace, 4, 1.3, around=0.7)
     assert not pace.takes_lookups()
     for _ in range(600):  # plain ones earn the allowance
-        pace.end(begun, [], clock, clock + 1.0)
-        clock += 1.0
+        looked_up(pace, 1, 1.0)
+    pace.begin(plan)
     assert pace.takes_lookups()
 
 
 def test_sequences_that_read_their_prompt_teach_nothing() -> None:
     pace = Pace((0, 2, 4), drafts=True)
     plan = StepPlan((SequencePlan(1, (0, 1, 2), 0, (0,), True, 0, 0.0, 0),))
-    begun = pace.begin(plan)
-    pace.end(begun, [], 0.0, 1.0)
+    for _ in range(2):
+        pace.learn(pace.begin(plan), [], Timings(0.0, 1.0, passes=[(0, 3, 0.5, 1)]))
     assert pace.plain_seconds(1) == 0.0
 
 
@@ -317,7 +317,7 @@ def test_rounds_that_are_not_learned_from_earn_their_allowance() -> None:
             patch.setattr("hispec_ray.speculation.pace._SELDOM", seldom)
             for _ in range(400):
                 pace.learn((one := plain_round(pace, 1, 1.0))[0], [], one[1])
-        pace._settle(1.0, [], None)
+        pace._settle(1.0, [], 0.0, None)
         accounts.append(pace._by_lookup)
     assert accounts[0] > 0
     assert accounts[1] == pytest.approx(accounts[0], rel=0.02)
@@ -341,13 +341,6 @@ def test_costs_lie_on_lines_between_what_was_measured() -> None:
     assert cost.of(4) < 1.3 * before, "one pass that was held up weighs little"
 
 
-def looked_up(pace: Pace, rows: int, seconds: float, around: float = 0.0, tokens: int = 1) -> None:
-    """A round of one sequence, learned from: a pass of so many rows, all but one of them guesses of a lookup."""
-    begun = pace.begin(StepPlan((SequencePlan(1, (0,), 5, (0,), True, 8, 0.0, 0),)))
-    timings = Timings(0.0, seconds + around, passes=[(0, rows, seconds, 1), (1, rows, 0.1 * seconds, 1)])
-    pace.learn(begun, [Look(1, tokens, rows - 1, [], [])] if rows > 1 else [], timings)
-
-
 def test_a_machine_that_slows_down_does_not_change_the_price_of_a_row() -> None:
     """A neighbour comes, and for long only plain passes are timed: those of more rows are slower by then too."""
     pace = Pace((8,), drafts=False)
@@ -358,13 +351,68 @@ def test_a_machine_that_slows_down_does_not_change_the_price_of_a_row() -> None:
     for _ in range(300):
         looked_up(pace, 1, 2.0)
     looked_up(pace, 2, 2.1)
-    assert pace.price(0).least == pytest.approx(before, rel=0.1)
+    assert pace.price(0).least == pytest.approx(before, rel=0.2)
 
 
-def test_one_round_that_is_held_up_does_not_silence_a_lookup() -> None:
+@pytest.mark.parametrize("held_up", ["around", "asked"])
+def test_one_round_that_is_held_up_does_not_silence_a_lookup(held_up: str) -> None:
     pace = Pace((8,), drafts=False)
     for _ in range(30):
         for rows in (1, 4):
             looked_up(pace, rows, 1 + 0.05 * (rows - 1), tokens=rows)
-    looked_up(pace, 4, 1.15, around=1000.0)
+    looked_up(pace, 4, 1.15, **{held_up: 1000.0})
     assert pace.takes_lookups()
+
+
+@pytest.mark.parametrize("around", [3.0, 20.0])
+def test_a_lookup_whose_rounds_always_take_long_is_not_forgiven(around: float) -> None:
+    """What lies around its rounds (a grammar, branches) is no accident."""
+    pace = Pace((8,), drafts=False)
+    spent = 0.0
+    for _ in range(3000):
+        pace.begin(StepPlan((SequencePlan(1, (0,), 5, (0,), True, 8, 0.0, 0),)))
+        guesses = pace.takes_lookups()
+        looked_up(pace, 4 if guesses else 1, 1.15 if guesses else 1.0, around=around if guesses else 0.05, tokens=3 if guesses else 1)
+        spent += (1.15 + around) / 3 if guesses else 1.05
+    assert spent / 3000 < 1.05 * 1.06
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.2])
+def test_costs_and_the_machines_speed_do_not_run_away_from_each_other(noise: float) -> None:
+    """However long it runs, also what is seldom measured stays true."""
+    pace = Pace((8,), drafts=False)
+    dice = random.Random(5)
+    for number in range(50_000):
+        rows = 9 if number % 1000 == 500 else 4 if number % 3 else 1
+        looked_up(pace, rows, (1 + 0.05 * (rows - 1)) * dice.uniform(1 - noise, 1 + noise), tokens=rows)
+    assert pace._speed == pytest.approx(1.0, rel=0.3)
+    costs = [pace.segments[0].of(rows) / pace.segments[0].of(1) for rows in (4, 9)]
+    assert costs == [pytest.approx(1.15, rel=0.1), pytest.approx(1.4, rel=0.15)]
+
+
+def test_a_long_prompt_is_no_change_of_the_machine() -> None:
+    pace = Pace((8,), drafts=False)
+    for _ in range(40):
+        looked_up(pace, 1, 1.0)
+    prompt = SequencePlan(2, (0,) * 512, 0, (0,), False, 0, 0.0, 0)
+    for chunk in range(16):
+        begun = pace.begin(StepPlan((SequencePlan(1, (0,), 5, (0,), True, 8, 0.0, 0), prompt)))
+        pace.learn(begun, [], Timings(0.0, 60.0, passes=[(0, 513, 50.0 + 5 * chunk, 1)]))
+    assert pace._speed == pytest.approx(1.0, rel=0.01)
+
+
+def test_the_yardstick_of_each_batch_size_is_kept_true() -> None:
+    """A batch that decodes plainly anyhow takes no round for it, and does not stand for another that only guesses."""
+    forced = {1: 0, 2: 0}
+    pace = Pace((8,), drafts=False)
+    for number in range(4000):
+        batch = 1 + number // 10 % 2
+        sequences = tuple(SequencePlan(i, (0,), 5, (0,), True, 8, 0.0, 0) for i in range(batch))
+        begun = pace.begin(StepPlan(sequences))
+        guesses = batch == 2 and not begun.plainly
+        forced[batch] += begun.plainly
+        rows, seconds = (4 * batch, 1.2) if guesses else (batch, 3.0 if number < 40 else 1.0)
+        looks = [Look(i, 3, 3, [], []) for i in range(batch)] if guesses else []
+        pace.learn(begun, looks, Timings(0.0, seconds, passes=[(0, rows, 0.9 * seconds, 1), (1, rows, 0.1 * seconds, 1)]))
+    assert forced[1] <= 8
+    assert forced[2] >= 10

@@ -374,7 +374,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(
     assert list((out_folder / "checkpoints").glob("s*-*")) == []
 
     with monkeypatch.context() as patch:
-        patch.setattr(output, "save_file", lambda tensors, path: full(path))
+        patch.setattr(output, "save_file", lambda tensors, path, **_: full(path))
         status, out, err = hispec(*words)
     assert status == 1
     assert one_error(out, err) == f"{out_folder / 'exits.safetensors'} cannot be written: {no_room}"
