@@ -74,13 +74,13 @@ def families(
             tree: dict[str, object] = {"exits": {"draft": draft, "check": check, "heads": heads}}
             if drafter != "exit":
                 tree["phrases"] = phrases
-            numbers = {"draft_tokens": 3, "window": 6} if method == "hispec" else {"draft_tokens": 4, "window": 6}
+            numbers = {"draft_tokens": 3, "window": 6} if method == "hispec" else {"draft_tokens": 4}
             yield SpeculationSettings.model_validate({"method": method, "drafter": drafter, **tree, **numbers})
 
 
 def far(plan: SpeculationSettings) -> SpeculationSettings:
     """The same shape with numbers that suit guesses which are seldom wrong."""
-    return plan.model_copy(update={"draft_tokens": 8, "window": 16})
+    return plan.model_copy(update={"draft_tokens": 8, "window": 16 if plan.method == "hispec" else plan.window})
 
 
 def climb(start: SpeculationSettings, score: Callable[[SpeculationSettings], float]) -> tuple[float, SpeculationSettings]:

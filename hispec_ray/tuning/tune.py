@@ -44,8 +44,7 @@ class Tuning:
 
     def settings_block(self) -> str:
         """The chosen plan as it stands under `args:` in a deployment file."""
-        unused = set() if self.chosen.method == "hispec" else {"window"}
-        values = self.chosen.model_dump(exclude_defaults=True, exclude_none=True, exclude=unused)
+        values = self.chosen.model_dump(exclude_defaults=True, exclude_none=True)
         return yaml.safe_dump({"speculation": {"method": self.chosen.method, **values}}, sort_keys=False)
 
 
