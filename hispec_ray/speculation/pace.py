@@ -223,6 +223,8 @@ class Pace:
         self._by_windows = self._by_lookup = 0.0  # the accounts, in seconds
         self._gain = 1.0  # how many times plain decoding's speed lately
         self._ended: float | None = None
+        self._learning = 0.0  # seconds of learning since the last round that was learned from
+        self._lesson = 0.0  # what learning from a round with guesses takes
         self._unbooked = 0  # tokens of plain rounds that were not learned from
         self._skipped: dict[int, int] = {}  # by batch, such rounds since one was
         self._plains: dict[int, float] = {}  # seconds of plain rounds by batch, as the costs stand
@@ -392,11 +394,11 @@ class Pace:
             self.costs[number].add(rows, seconds / self._speed)
             told += times * seconds / self._speed
         self._plains.clear()
-        gap = max(0.0, timings.start - self._ended) if self._ended is not None and begun.goes_on else 0.0
-        self._ended = timings.end
+        gap = max(0.0, timings.start - self._ended - self._learning) if self._ended is not None and begun.goes_on else 0.0
+        self._ended, self._learning = timings.end, 0.0
         if not begun.batch:
             return
-        spent = (timings.end - timings.start + gap) / self._speed
+        spent = (timings.end - timings.start + gap) / self._speed + (self._lesson if looks else 0.0)
         if begun.alone:  # the time is decoding's
             around = self._around_guesses if looks else self._around
             around.add(begun.batch, max(0.01 * told, spent - told))
@@ -421,6 +423,12 @@ class Pace:
                 for shares, part in ((habit.shares, weight), (self._usual, weight / 4)):
                     shares[level] += part * (kept / seen - shares[level])
                 habit.made = None
+
+    def learned(self, seconds: float, *, guessed: bool) -> None:
+        """Take note of what `learn` took: rounds with guesses cost that too, and plain ones, of which few are learned from, do not."""
+        self._learning += seconds
+        if guessed:
+            self._lesson += _STEP * (min(seconds / self._speed, self._plain) - self._lesson)
 
     def _clock(self, timings: Timings) -> None:
         """Take note of how fast the machine is, from passes whose cost is known."""

@@ -167,7 +167,9 @@ class Round:
             return
         guessed = [s for s in open_.turn.state.sequences if s.windows[-1] and s.plan.room]
         looks = [Look(s.plan.id, len(s.tokens) - s.first, len(s.direct), s.seen, s.kept) for s in guessed]
+        begun = self._clock()
         self._pace.learn(open_.begun, looks, timings)
+        self._pace.learned(self._clock() - begun, guessed=bool(looks))
 
     def _end(self, open_: _Open) -> StepResult:
         """Take down what the full depth has committed, for the rounds to come."""

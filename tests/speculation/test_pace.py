@@ -364,6 +364,20 @@ def test_one_round_that_is_held_up_does_not_silence_a_lookup(held_up: str) -> No
     assert pace.takes_lookups()
 
 
+def test_what_learning_takes_is_a_cost_of_guessing_and_not_of_plain_decoding() -> None:
+    pace = Pace((8,), drafts=False)
+    clock = 0.0
+    for number in range(1, 400):
+        begun = pace.begin(StepPlan((SequencePlan(1, (0,), 5, (0,), True, 8, 0.0, 0),)))
+        rows, seconds = (1, 1.0) if number % 2 else (4, 1.15)
+        looks = [Look(1, 2, 3, [], [])] if rows > 1 else []
+        pace.learn(begun, looks, Timings(clock, clock + seconds, passes=[(0, rows, 0.9 * seconds, 1), (1, rows, 0.1 * seconds, 1)]))
+        pace.learned(0.4, guessed=bool(looks))  # between this round and the next
+        clock += seconds + 0.4
+    assert pace.plain_seconds(1) * pace._speed == pytest.approx(1.0, rel=0.05)
+    assert pace._around_guesses.of(1) == pytest.approx(0.4, rel=0.2)
+
+
 @pytest.mark.parametrize("around", [3.0, 20.0])
 def test_a_lookup_whose_rounds_always_take_long_is_not_forgiven(around: float) -> None:
     """What lies around its rounds (a grammar, branches) is no accident."""
