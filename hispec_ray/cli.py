@@ -122,9 +122,7 @@ def generate(
 def check(file: Annotated[Path, typer.Argument(metavar="FILE", help="A deployment file, as `serve run` takes it.")]) -> None:
     """Say what is wrong with a deployment FILE before a server is started: its settings, its model, the exits, phrases, the keys."""
     settings = settings_from(file, {})
-    import torch  # noqa: PLC0415  takes seconds, which a mistyped setting need not wait for
-
-    from hispec_ray.engine.prompts import read_template  # noqa: PLC0415
+    from hispec_ray.engine.prompts import read_template  # noqa: PLC0415  torch takes seconds, which a mistyped setting need not wait for
     from hispec_ray.model.weights import open_model  # noqa: PLC0415
     from hispec_ray.serving.keys import read_keys  # noqa: PLC0415
     from hispec_ray.shard.shard import drafter_for, heads_for, levels_for, looks_up  # noqa: PLC0415
@@ -133,7 +131,7 @@ def check(file: Annotated[Path, typer.Argument(metavar="FILE", help="A deploymen
     try:
         source = open_model(settings.model.path)
         levels = levels_for(settings.speculation, source.architecture.layers)
-        heads_for(settings.speculation, source, getattr(torch, settings.model.dtype))  # the files are read
+        heads_for(settings, source)  # the files are read
         drafter_for(settings.speculation, source.architecture.vocabulary)
         if settings.parallel:
             stages_of(settings.parallel, source.architecture, deepest_exit(settings.speculation, source.architecture.layers))

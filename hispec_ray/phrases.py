@@ -77,9 +77,7 @@ def _followers(lines: Sequence[Line], length: int) -> tuple[IntArray, IntArray, 
     for line in lines:
         if len(line.ids) > length:
             parts.append(sliding_window_view(np.array(line.ids), length + 1)[max(0, line.learn_from - length) :])
-    windows, counts = (
-        np.unique(np.concatenate(parts), axis=0, return_counts=True) if parts else (np.empty((0, length + 1), int), np.empty(0, int))
-    )
+    windows, counts = np.unique(np.concatenate(parts), axis=0, return_counts=True)
     news = np.ones(len(windows), dtype=bool)
     news[1:] = (windows[1:, :-1] != windows[:-1, :-1]).any(axis=1)
     groups = np.cumsum(news) - 1

@@ -129,6 +129,7 @@ def test_what_cannot_be_counted_or_written_is_one_line(tiny_folder: Path, tmp_pa
     (tmp_path / "wrong.jsonl").write_text('{"ids": [1, 1000000]}\n')
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "once.jsonl").write_text('{"ids": [1, 2, 3, 4]}\n')
+    os.mkfifo(tmp_path / "pipe")
     for data, out, words in (
         ("none.jsonl", "out", "none.jsonl does not exist"),
         ("wrong.jsonl", "out", "wrong.jsonl, line 1: ids has 1000000"),
@@ -137,7 +138,7 @@ def test_what_cannot_be_counted_or_written_is_one_line(tiny_folder: Path, tmp_pa
         ("own.jsonl", "nowhere/out", "nowhere/out'; it must be a file in a folder that exists"),
         ("own.jsonl", ".", "it must be a file in a folder that exists"),
         ("own.jsonl", "own.jsonl", "own.jsonl', which is data; name another file"),
-        ("own.jsonl", "/dev/null", "it must be a file in a folder that exists"),
+        ("own.jsonl", "pipe", "it must be a file in a folder that exists"),
     ):
         status, printed, errors = hispec("phrases", "--model", tiny_folder, "--data", tmp_path / data, "--out", tmp_path / out)
         assert (status, printed, len(errors.splitlines())) == (2, "", 1), errors

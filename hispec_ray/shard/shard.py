@@ -123,7 +123,7 @@ class Shard:
             raise ValueError("engines share weights only where model, cache.block_size and speculation.exits.heads are the same")
         dtype: torch.dtype = getattr(torch, settings.model.dtype)
         piece = piece or whole(architecture)
-        heads = heads_for(speculation, source, dtype) if piece.embeds else None
+        heads = heads_for(settings, source) if piece.embeds else None
         own = like.decoder.exit_layers if like else exit_layers(heads, architecture.layers)
         self.levels = levels_for(speculation, architecture.layers, own)
         native = isinstance(like.decoder, NativeDecoder) if like else wants_native(settings)
@@ -214,10 +214,12 @@ def _shares_weights(one: Settings, other: Settings) -> bool:
     return one.model == other.model and one.cache.block_size == other.cache.block_size and heads
 
 
-def heads_for(speculation: SpeculationSettings, source: ModelSource, dtype: torch.dtype) -> Heads | None:
+def heads_for(settings: Settings, source: ModelSource) -> Heads | None:
     """The trained exits, where a file of them is named. Raises ValueError as `load_heads`."""
+    speculation = settings.speculation
     if speculation.exits.heads is None:
         return None
+    dtype: torch.dtype = getattr(torch, settings.model.dtype)
     path, a = Path(speculation.exits.heads).expanduser(), source.architecture
     needed = [level.depth for level in levels_for(speculation, a.layers)[:-1] if level.depth < a.layers]
     return load_heads(path, source.fingerprint(), needed=needed, architecture=a, dtype=dtype)

@@ -223,7 +223,7 @@ class Pace:
         self._by_windows = self._by_lookup = 0.0  # the accounts, in seconds
         self._gain = 1.0  # how many times plain decoding's speed lately
         self._ended: float | None = None
-        self._learning = 0.0  # seconds of learning since the last round that was learned from
+        self._learning = 0.0  # seconds of learning behind `_ended`, which are no part of the time between rounds
         self._lesson = 0.0  # what learning from a round with guesses takes
         self._unbooked = 0  # tokens of plain rounds that were not learned from
         self._skipped: dict[int, int] = {}  # by batch, such rounds since one was
@@ -384,7 +384,7 @@ class Pace:
             self._skipped[begun.batch] = (self._skipped.get(begun.batch, 0) + 1) % _SELDOM
             if self._skipped[begun.batch]:
                 self._unbooked += begun.batch
-                self._ended = timings.end
+                self._ended, self._learning = timings.end, 0.0
                 return
         if begun.alone:  # a prompt's passes tell of its length too
             self._clock(timings)

@@ -35,7 +35,6 @@ class Machine:
         self.inside = inside
         self.windows, self.layers, self.drafts, self.segment, self.row = tuple(windows), layers, drafts, segment, row
         self.clock = 0.0
-        self.noise = 0.0  # the share by which a pass may take more or less
         self.rng = random.Random(1)
 
     def cost(self, level: int, rows: int) -> float:
@@ -91,7 +90,6 @@ class Machine:
                     together[what, level] = together.get((what, level), 0) + rows
             for (what, level), rows in together.items():
                 seconds, times = 0.01 if what == "head" else self.cost(level, rows), LAST_ROW if what == "last row" else 1
-                seconds *= self.rng.uniform(1 - self.noise, 1 + self.noise)
                 numbers = {"segment": level, "head": top + 1 + level}
                 told.append((numbers.get(what, 2 * (top + 1)), rows, seconds, times))
                 self.clock += times * seconds
