@@ -161,6 +161,6 @@ def test_a_chat_that_calls_a_tool() -> None:
     assert call["function"] == {"name": "add", "arguments": '{"a": 5}'}
     deltas = [chunk["choices"][0]["delta"] for chunk in events(chat(engine(), tools=[TOOL], stream=True))]
     calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
-    assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 5}'
+    assert [call["function"]["arguments"] for call in calls if call["function"]["arguments"]] == ['{"a"', ": 5}"]
     assert next(call.get("function").get("name") for call in calls) == "add"
     assert not any(delta.get("content") for delta in deltas)
