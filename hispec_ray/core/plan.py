@@ -40,6 +40,7 @@ class SequencePlan:
     temperature, seed: of the choice rule. shape: what is done to the logits before it; None for nothing.
     logprobs: how many likeliest tokens to tell at each committed one; None for no log-probabilities.
     told: what to tell of the prompt; None for nothing.
+    ends: tokens that end the sequence, so that nobody guesses on behind one.
     """
 
     id: int
@@ -54,6 +55,7 @@ class SequencePlan:
     shape: Shape | None = None
     logprobs: int | None = None
     told: Told | None = None
+    ends: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -215,7 +217,7 @@ class DraftStarts:
     tokens, positions: int64[N], the token after which to guess and its position; its row has not been run.
     table, tables: int64[N] and [T, B], as in `Rows`. steps: int64[N], most guesses of each, none at 0; not all 0.
     homes: int64[N, max(steps) + 1], lines of `held`: of the rows that guesses are made from, then of the last guess.
-    temperatures, seeds: of the choice rule.
+    temperatures, seeds: of the choice rule. ends: of each, guesses after which it guesses no further.
     """
 
     tokens: IntArray
@@ -226,6 +228,7 @@ class DraftStarts:
     homes: IntArray
     temperatures: Sequence[float]
     seeds: Sequence[int]
+    ends: Sequence[frozenset[int]]
 
 
 @dataclass(frozen=True, slots=True)

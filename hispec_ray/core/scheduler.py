@@ -269,6 +269,7 @@ class Scheduler:
             shape=sequence.shape,
             logprobs=sequence.logprobs,
             told=_told(sequence, start, start + known),
+            ends=sequence.ends,
         )
         self._told.add(sequence.id)
         self._planned[sequence.id] = plan

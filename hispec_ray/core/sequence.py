@@ -28,7 +28,7 @@ class Sequence:
     blocks: the block table; a new tuple when it grows, so that plans may keep it.
     temperature, seed, shape, logprobs: see `SequencePlan`.
     prompt_logprobs: as logprobs, for the prompt's tokens. told: tokens of the prompt that need none or have theirs.
-    speculates: whether others than the full depth may guess for it.
+    speculates: whether others than the full depth may guess for it. ends: tokens that end it.
     arrival: place in the order in which sequences were added, kept over preemptions.
     cached: rows that the prefix cache spared this sequence when it was first admitted; None before.
 
@@ -45,6 +45,7 @@ class Sequence:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     speculates: bool = True
+    ends: frozenset[int] = frozenset()
     prompt_len: int = field(init=False)
     full: int = field(default=0, init=False)
     blocks: tuple[int, ...] = field(default=(), init=False)

@@ -39,14 +39,11 @@ def _executor(settings: Settings, source: ModelSource, like: Any) -> Executor:
 
 @dataclass(slots=True)
 class _Answer:
-    """What the engine keeps of a request that is not finished. ends: ids that end it. losses: of the shards while it was in flight, since
-    its last token.
-    """
+    """What the engine keeps of a request that is not finished. losses: of the shards while it was in flight, since its last token."""
 
     request: GenerationRequest
     sequence: Sequence
     text: TextStream
-    ends: frozenset[int]
     losses: int = 0
 
 
@@ -149,7 +146,7 @@ class Engine:
         if params.max_tokens is None:  # "as much as fits": the pool is a bound like the context
             limit = min(limit, max(len(prompt) + 1, self.pool.blocks * self.pool.block_size + 1))
         self._ids += 1
-        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
+        ends = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self._eos)))
         shape = params.shape(len(prompt), ends)
         sequence = Sequence(
             self._ids,
@@ -162,8 +159,9 @@ class Engine:
             params.logprobs,
             None if request.written else params.prompt_logprobs,  # they come before the first token
             params.speculate,
+            ends,
         )
-        answer = _Answer(request, sequence, self._text(request)[0], frozenset(ends))
+        answer = _Answer(request, sequence, self._text(request)[0])
         self.scheduler.add(sequence)
         self._live.add(request.id)
         self._answers[self._ids] = answer
@@ -288,7 +286,7 @@ class Engine:
         while reason is None and kept < good:
             token = result.tokens[kept]
             kept += 1
-            if token in answer.ends:
+            if token in sequence.ends:
                 reason, stopped_by = FinishReason.STOP, token
                 break
             pieces.append(stream.push(token))

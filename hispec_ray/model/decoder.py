@@ -99,7 +99,7 @@ def draft_by_passes(decoder: Any, choose: ChooseGuess, depth: int, starts: Draft
             seconds[s].append(second)
             gaps[s].append(gap)
             current[s] = guess
-        open_ = [s for s in open_ if len(guesses[s]) < starts.steps[s] and gaps[s][-1] >= stop]
+        open_ = [s for s in open_ if len(guesses[s]) < starts.steps[s] and gaps[s][-1] >= stop and guesses[s][-1] not in starts.ends[s]]
     if guessing:
         _run_next(decoder, depth, guessing, [len(guesses[s]) for s in guessing], current, starts, held)
     return Drafts(guesses, seconds, gaps)

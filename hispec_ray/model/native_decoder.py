@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -79,7 +80,7 @@ class _Drafts(ctypes.Structure):
         *((name, _int64) for name in ("sequences", "most")),
         *((name, _pointer) for name in ("tokens", "positions", "table", "steps", "temperatures", "seeds", "homes", "held")),
         ("stop", _float),
-        *((name, _pointer) for name in ("guesses", "seconds", "gaps", "made")),
+        *((name, _pointer) for name in ("ends", "ends_from", "guesses", "seconds", "gaps", "made")),
     )
 
 
@@ -360,10 +361,12 @@ class NativeDecoder:
         gaps = np.empty((count, most), dtype=np.float32)
         made = np.empty(count, dtype=np.int64)
         temperatures, seeds = np.array(starts.temperatures, dtype=np.float32), np.array(starts.seeds, dtype=np.int64)
+        ends = np.array([*itertools.chain.from_iterable(starts.ends), -1], dtype=np.int64)  # one more: an array of none has no address
+        ends_from = np.array([0, *itertools.accumulate(map(len, starts.ends))], dtype=np.int64)
         drafts = _Drafts(
             count, most,
             *(_address(part) for part in (starts.tokens, starts.positions, starts.table, starts.steps)),
-            _address(temperatures), _address(seeds), _address(starts.homes), held.data_ptr(), stop,
+            _address(temperatures), _address(seeds), _address(starts.homes), held.data_ptr(), stop, _address(ends), _address(ends_from),
             _address(words), _address(words[count:]), _address(gaps), _address(made),
         )  # fmt: skip
         self._library.hispec_draft(
@@ -380,10 +383,10 @@ class NativeDecoder:
             _int64(self._row_floats),
             _pointer(self._scratch_for(count * (self.architecture.width + self._row_floats + exit.head.outputs))),
         )
-        ends = made.tolist()
+        lengths = made.tolist()
         guesses, gap_lists = words.tolist(), gaps.tolist()
         return Drafts(
-            [line[:end] for line, end in zip(guesses[:count], ends, strict=True)],
-            [line[:end] for line, end in zip(guesses[count:], ends, strict=True)],
-            [line[:end] for line, end in zip(gap_lists, ends, strict=True)],
+            [line[:length] for line, length in zip(guesses[:count], lengths, strict=True)],
+            [line[:length] for line, length in zip(guesses[count:], lengths, strict=True)],
+            [line[:length] for line, length in zip(gap_lists, lengths, strict=True)],
         )

@@ -58,7 +58,9 @@ void hispec_draft(const Model* m, const Embedding* embedding, const Layer* layer
       d->guesses[at] = current[size_t(s)] = ids[size_t(r)];
       d->seconds[at] = seconds[size_t(r)];
       d->gaps[at] = gaps[size_t(r)];
-      if (++d->made[s] < d->steps[s] && gaps[size_t(r)] >= d->stop) still.push_back(s);
+      const int64_t* past = d->ends + d->ends_from[s + 1];
+      const bool ended = std::find(d->ends + d->ends_from[s], past, ids[size_t(r)]) != past;
+      if (++d->made[s] < d->steps[s] && gaps[size_t(r)] >= d->stop && !ended) still.push_back(s);
     }
     open = still;
   }

@@ -48,7 +48,8 @@ struct Drafts {
   const int64_t* seeds;
   const int64_t* homes;  // [sequences, most + 1]: the lines of `held` where the rows go that guesses were made from, and the last guess's own
   float* held;
-  float stop;  // a sequence guesses no further after a guess whose gap is smaller
+  float stop;  // a sequence guesses no further after a guess whose gap is smaller,
+  const int64_t *ends, *ends_from;  // nor after one of its own ends: those from ends[ends_from[s]] to before ends[ends_from[s + 1]]
   int64_t *guesses, *seconds;  // [sequences, most]
   float* gaps;                 // [sequences, most]
   int64_t* made;               // guesses of each sequence

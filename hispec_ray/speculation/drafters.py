@@ -52,7 +52,7 @@ class Drafter(Protocol):
         """Return up to `most` guesses of what follows the sequence's text and its tentative tokens.
 
         A guess is made while it and those before it are all right with a probability of at least `least`, and it is, given them, of
-        at least `each`.
+        at least `each`. None follows one that ends the sequence.
         """
 
     def committed(self, id: int, tokens: Sequence[int], seconds: Sequence[int]) -> None:
@@ -84,9 +84,10 @@ class _Text:
     What is written is taken up when the next guess is asked for: a sequence that decodes plainly costs nothing, and teaches nothing.
     """
 
-    __slots__ = ("asked", "follows", "foretold", "new", "tokens", "unread")
+    __slots__ = ("asked", "ends", "follows", "foretold", "new", "tokens", "unread")
 
-    def __init__(self) -> None:
+    def __init__(self, ends: frozenset[int]) -> None:
+        self.ends = ends
         self.tokens: list[int] = []
         self.unread: list[int] = []  # tokens of the prompt that come before the new ones
         self.new: list[tuple[int, int]] = []  # written, with second choices, and not yet taken up
@@ -126,7 +127,7 @@ class LookupDrafter:
         for sequence in plan.sequences:
             text = self._texts.get(sequence.id)
             if text is None or sequence.history is not None:
-                text = self._texts[sequence.id] = _Text()
+                text = self._texts[sequence.id] = _Text(sequence.ends)
                 text.unread += sequence.history or ()
             more = sequence.tokens[text.length - sequence.start :]  # the last one committed is known already
             assert not (more and text.new), "a prompt ends before its text is written"
@@ -151,6 +152,8 @@ class LookupDrafter:
             second = ranked[1][1] if len(ranked) > 1 and chance * ranked[1][0] >= least else None
             chance *= share
             guesses.append(Guess(token, chance, second))
+            if token in text.ends:
+                break
             recent = (*recent, token)[-LENGTHS[0] :]
             foretold += _FORTUNE_STEP * (1.0 - foretold)
         return guesses

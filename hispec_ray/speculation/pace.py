@@ -18,6 +18,7 @@ a token is worth, is more than what a further row costs.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ ALLOWANCE = 0.02
 _CREDIT = 8.0
 """Most plain steps of saved time that are remembered: the price of noticing that a text has turned."""
 _DEBT = 2.0
-"""Plain steps by which a lookup's account may be short before its guesses are no longer taken."""
+"""Plain steps by which an account may be short before nothing is tried on it."""
 _STEP = 0.1
 """What a new round counts in a sequence's shares, and in what lies around passes."""
 _NOW = 0.3
@@ -173,14 +174,15 @@ class Begun:
 class _Habit:
     """What a sequence is like: per level, its share of kept guesses; when it was last tried; how often a try has failed in a row.
 
-    gain, windows: the best choice for these shares, made for the `made` (batch size, age of the costs). chosen: the windows of this round.
+    gain, windows: the best choice for these shares, made for the `made` (batch size, age of the costs, `_stake`). chosen: the windows of
+    this round.
     """
 
     shares: list[float]
     rounds: int = 0
     tried: int = 0
     failed: int = 0
-    made: tuple[int, int] | None = None
+    made: tuple[int, int, int | None] | None = None
     gain: float = 0.0
     windows: tuple[int, ...] = ()
     chosen: tuple[int, ...] = ()
@@ -213,6 +215,7 @@ class Pace:
         self._rows: dict[int, tuple[float, float] | None] = {}  # see `_row`
         self._batch = 0
         self._plain = 0.0  # seconds of this round if it were plain
+        self._stake: int | None = None  # plain steps that a round may lose, from the account of the windows; None for any
         self._speed = 1.0  # seconds now for what took one when the costs were first known; all that is kept is in seconds of then
         self._rounds = 0
         self._age = 0  # of the costs, when choices are made anew
@@ -255,6 +258,8 @@ class Pace:
             self._plains[batch] = self.plain_seconds(batch)
         self._plain = self._plains[batch]
         self._rows.clear()
+        full = not self._plain or self._by_windows >= 0.9 * _CREDIT * self._plain  # affords everything
+        self._stake = None if full else math.floor(self._by_windows / self._plain + _DEBT)
 
     def takes_lookups(self) -> bool:
         """Whether a lookup's guesses may go straight to the full depth in this round."""
@@ -262,8 +267,9 @@ class Pace:
 
     def prefers(self, id: int, chances: Sequence[float]) -> bool:
         """Whether a lookup's guesses go straight to the full depth: they promise more than the windows. chances: as in `Guess`."""
-        gain = self._considered(id).gain
-        if gain < _MARGIN or self._by_windows < 0:
+        habit = self._considered(id)
+        gain = habit.gain
+        if gain < _MARGIN or habit.windows == self._none:
             return True
         row = self._row(self._top)
         rows = self._batch * len(chances) * row[0] if row else 0.0
@@ -300,10 +306,10 @@ class Pace:
         habit.chosen = self._none
         if not habit.gain or self._plainly:
             return self._none
-        if habit.gain >= _MARGIN and self._by_windows >= 0:
+        if habit.gain >= _MARGIN and habit.windows != self._none:
             habit.tried, habit.failed = habit.rounds, 0
             habit.chosen = habit.windows if self._looked >= _STRANGE else self._smallest()
-        # plain decoding is thought best: try again now and then, the less often the more tries have failed
+        # plain decoding is thought best, or nothing else is covered: try again now and then, the less often the more tries have failed
         elif habit.rounds - habit.tried >= 8 << min(habit.failed, 4) and self._affords(habit.shares, self._smallest()):
             habit.tried = habit.rounds
             habit.failed += 1
@@ -311,11 +317,11 @@ class Pace:
         return habit.chosen
 
     def _considered(self, id: int) -> _Habit:
-        """The sequence's habit with the best choice for it; its gain is 0 until plain decoding is timed, and where no exit takes part."""
+        """The sequence's habit with the best choice for it; its gain is 0 until plain decoding is timed, and where there are no windows."""
         habit = self._habits[id]
-        made = self._batch, self._age
+        made = self._batch, self._age, self._stake
         if habit.made != made and self._options:
-            habit.gain, habit.windows = self._best(self._batch, habit.shares)
+            habit.gain, habit.windows = self._best(habit.shares)
             habit.made = made if habit.gain else None
         return habit
 
@@ -329,17 +335,24 @@ class Pace:
         """The windows of a round that costs little and still asks every level."""
         return tuple(min(window, 2 if level == self._bottom else 3) for level, window in enumerate(self._windows))
 
-    def _best(self, batch: int, shares: Sequence[float]) -> tuple[float, tuple[int, ...]]:
-        """The windows with the most expected tokens a second, and how many times plain decoding's that is, were all the batch alike."""
-        key = (batch, self._age, *(round(share * 20) for share in shares))
+    def _best(self, shares: Sequence[float]) -> tuple[float, tuple[int, ...]]:
+        """The windows with the most expected tokens a second, and how many times plain decoding's that is, were all the batch alike.
+
+        Of those that the account covers should their round keep no guess; where none is, no windows, with the gain of the best.
+        """
+        key = (self._batch, self._age, self._stake, *(round(share * 20) for share in shares))
         if key not in self._choices:
-            plain = self.plain_seconds(batch)
+            plain = self._plain
             if not plain:  # to be measured first
                 return 0.0, self._none
             if len(self._choices) > _MOST_CHOICES:
                 self._choices.clear()
+            found = [(self.seconds(self._batch, shares, windows), windows) for windows in self._options]
+            best = max((plain * _series(shares[-1], windows[-1]) / seconds, windows) for seconds, windows in found)
+            covered = [(seconds, windows) for seconds, windows in found if self._stake is None or seconds - plain <= self._stake * plain]
             self._choices[key] = max(
-                (plain * _series(shares[-1], windows[-1]) / self.seconds(batch, shares, windows), windows) for windows in self._options
+                ((plain * _series(shares[-1], windows[-1]) / seconds, windows) for seconds, windows in covered),
+                default=(best[0], self._none),
             )
         return self._choices[key]
 
@@ -349,7 +362,7 @@ class Pace:
             return []  # nobody guesses but a lookup
         options: list[tuple[int, ...]] = [self._none[: self._bottom]]
         for level, most in enumerate(self._windows[self._bottom :], self._bottom):
-            steps = [step for step in sorted({1, 2, 3, 4, 6, 8, 12, most}) if step <= most]
+            steps = [step for step in sorted({1, 2, 3, 4, 6, 8, 12, 16, 24, most}) if step <= most]
             below = level > self._bottom
             options = [(*option, step) for option in options for step in steps if not below or option[-1] < step]
         return options or [self._windows]

@@ -224,7 +224,12 @@ class Round:
             self._look_up(turn, level, guessing)
 
     def _space(self, level: int, s: SequenceState) -> int:
-        """How many more tentative tokens the level's window takes. Each level above keeps a place for the choice of the one below it."""
+        """How many more tentative tokens the level's window takes; none behind one that ends the sequence.
+
+        Each level above keeps a place for the choice of the one below it.
+        """
+        if s.plan.ends and not s.plan.ends.isdisjoint(s.tokens[s.first :]):
+            return 0
         known, top = len(s.tokens), self._cast.top
         space = s.plan.room - (known - s.settled[top]) - (top - level)
         for above in range(level, top + 1):
@@ -288,6 +293,7 @@ class Round:
             homes=np.array([[s.home + i] for s, i in zip(states, last, strict=True)]) + np.arange(most + 1),
             temperatures=[s.plan.temperature for s in states],
             seeds=[s.plan.seed for s in states],
+            ends=[s.plan.ends for s in states],
         )
         choose = partial(self._choose_guess, states) if states[0].plan.shape else None
         drafts = self._model.draft(self._cast.levels[0].depth, starts, turn.state.held(), self._doubt.stop, choose)

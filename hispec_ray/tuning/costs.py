@@ -112,6 +112,7 @@ def measure(llm: LLM, depths: Sequence[int], choose: Choose, *, context: int, ro
         homes=np.arange(steps + 1)[None],
         temperatures=[0.0],
         seeds=[0],
+        ends=[frozenset()],
     )
     for depth in depths:
         seconds = _median(repeats, decoder.draft, depth, starts, held, 0.0) - costs.last_row(depth)

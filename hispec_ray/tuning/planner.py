@@ -17,8 +17,8 @@ from hispec_ray.tuning.replay import replay
 
 PLAIN = SpeculationSettings(method="plain")
 GRID: dict[str, tuple[int | float, ...]] = {
-    "draft_tokens": (1, 2, 3, 4, 5, 6, 8, 10, 12),
-    "window": (2, 3, 4, 5, 6, 8, 10, 12, 16),
+    "draft_tokens": (1, 2, 3, 4, 5, 6, 8, 10, 12, 16),
+    "window": (2, 3, 4, 5, 6, 8, 10, 12, 16, 24),
     "stop_below": (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0),
     "branches": (0, 1, 2, 3),
 }

@@ -10,7 +10,7 @@ import torch
 
 from hispec_ray.core.plan import Rows
 from hispec_ray.llm import LLM
-from hispec_ray.request import SamplingParams
+from hispec_ray.request import FinishReason, SamplingParams
 from hispec_ray.speculation.choice import Choices, Choose
 
 _ROWS = 256  # of a pass that reads a text
@@ -20,6 +20,7 @@ _ROWS = 256  # of a pass that reads a text
 class Recording:
     """One text that the model wrote. tokens: prompt and answer; prompt: how many are the prompt's.
 
+    ended: its last token ended it, and not its length.
     said[depth]: what that depth chooses after tokens[prompt - 1] and each token of the answer: ids, seconds and gaps, as in `Choices`.
     """
 
@@ -27,6 +28,7 @@ class Recording:
     prompt: int
     temperature: float
     seed: int
+    ended: bool
     said: dict[int, Choices]
 
     def agreement(self, depth: int) -> list[bool]:
@@ -42,7 +44,9 @@ def write_texts(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, tem
     params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=number) for number in range(len(cut))]
     found = []
     for prompt, param, completion in zip(cut, params, llm.generate(cut, params), strict=True):
-        found.append(Recording((*prompt, *completion.choices[0].token_ids), len(prompt), temperature, param.seed or 0, {}))
+        choice = completion.choices[0]
+        ended = choice.finish_reason is FinishReason.STOP
+        found.append(Recording((*prompt, *choice.token_ids), len(prompt), temperature, param.seed or 0, ended, {}))
     return [recording for recording in found if len(recording.tokens) > recording.prompt + 1]
 
 

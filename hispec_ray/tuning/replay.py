@@ -92,7 +92,7 @@ class _Stage:
             place = np.array([position])
             row = self.embed(Rows(np.array([token]), place, np.array([0]), starts.tables, place, np.array([0])))
             held[int(starts.homes[0, len(guesses)])] = row[0]
-            if len(guesses) == int(starts.steps[0]) or (gaps and gaps[-1] < stop):
+            if len(guesses) == int(starts.steps[0]) or (gaps and (gaps[-1] < stop or token in starts.ends[0])):
                 break
             self._depth = depth
             chosen = self.choose(row, (), (), ())
@@ -159,18 +159,20 @@ def replay(
         known = recording.prompt + 1
         blocks = tuple(range((len(recording.tokens) + window) // _SIZE + 1))
         told, ended = False, (number,) if number else ()
+        ends = frozenset(recording.tokens[-1:]) if recording.ended else frozenset()
         while known < len(recording.tokens):
-            needed = (known - 1 + window) // _SIZE + 1
+            room = window if recording.ended else min(window, len(recording.tokens) - known - 1)  # a limit is known beforehand, an end not
+            needed = (known - 1 + room) // _SIZE + 1
             plan = SequencePlan(
-                number + 1, (recording.tokens[known - 1],), known - 1, (*blocks[:needed], *range(10**6, 10**6 + _SPARE)), True, window,
-                recording.temperature, recording.seed, None if told else recording.tokens[: known - 1],
+                number + 1, (recording.tokens[known - 1],), known - 1, (*blocks[:needed], *range(10**6, 10**6 + _SPARE)), True, room,
+                recording.temperature, recording.seed, None if told else recording.tokens[: known - 1], ends=ends,
             )  # fmt: skip
             result = round_.run(StepPlan((plan,), ended))
             told, ended = True, ()
             for total, counts in zip(totals, result.levels, strict=True):
                 total.add(counts)
             written = len(result.sequences[0].tokens)
-            known += written  # past the end in the last round: the engine does not see it coming either
+            known += written  # past an end in the last round, where nobody guessed it
             work.rounds += 1
             work.tokens += written
         work.tokens -= known - len(recording.tokens)

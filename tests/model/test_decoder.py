@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -418,6 +419,7 @@ def test_a_run_of_drafts_is_the_passes_one_by_one(
         homes=np.arange(24).reshape(3, 8)[::-1].copy(),
         temperatures=[0.0, 1.0, 0.8],
         seeds=[1, 2, 3],
+        ends=[frozenset()] * 3,
     )
     found = []
     for one_by_one in (False, True):
@@ -436,7 +438,13 @@ def test_a_run_of_drafts_is_the_passes_one_by_one(
                 for gaps, most in zip(drafts.gaps, steps, strict=True):
                     assert all(gap >= stop for gap in gaps[:-1])
                     assert len(gaps) == most or gaps[-1] < stop
-    for one, other in zip(found[:2], found[2:], strict=True):
+        guesses = found[-2][0].guesses
+        starts_ends = replace(starts, ends=[frozenset((guesses[0][1], 5)), frozenset((0,)), frozenset(guesses[2][4:5])])
+        run_of = partial(draft_by_passes, decoder, by_rule(choose_native(1), starts)) if one_by_one else decoder.draft
+        found.append((run_of(2, starts_ends, held, 0.0), held.clone(), decoder.cache.view(torch.uint8).clone()))
+        for short, long, ends in zip(found[-1][0].guesses, guesses, starts_ends.ends, strict=True):
+            assert short == long[: next((at + 1 for at, id in enumerate(long) if id in ends), len(long))]
+    for one, other in zip(found[:3], found[3:], strict=True):
         assert one[0] == other[0]
         assert torch.equal(one[1], other[1])
         assert torch.equal(one[2], other[2])

@@ -121,6 +121,7 @@ class Text:
         self.told = False
         self.levels: list[int] = []
         self.shape: Shape | None = None
+        self.ends: frozenset[int] = frozenset()
         # blocks of its own, in an order of its own
         self.blocks = tuple(np.random.default_rng(id).permutation(16) + 16 * id)
 
@@ -131,7 +132,8 @@ class Text:
         room = min(room, self.limit - len(self.tokens) - 1) if unrun == 1 else 0
         tokens = tuple(self.tokens[self.full : self.full + rows])
         history, self.told = None if self.told else tuple(self.tokens[: self.full]), True
-        return SequencePlan(self.id, tokens, self.full, self.blocks, rows == unrun, room, self.temperature, self.seed, history, self.shape)
+        law = (self.temperature, self.seed, history, self.shape)
+        return SequencePlan(self.id, tokens, self.full, self.blocks, rows == unrun, room, *law, ends=self.ends)
 
     def take(self, plan: SequencePlan, tokens: list[int], levels: list[int]) -> None:
         self.full += len(plan.tokens) + (len(tokens) - 1 if plan.samples else 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hispec_ray.core.plan import SequencePlan, StepPlan
 from hispec_ray.speculation.drafters import LookupDrafter
@@ -34,6 +35,13 @@ def test_a_text_that_repeats_is_foretold() -> None:
     assert said(drafter, 1, most=2) == [4, 5]
     assert said(drafter, 1, [4, 5]) == [6, 1, 2, 3], "tentative tokens are part of the text"
     assert said(drafter, 1, [9]) == [], "nothing ever followed a 9"
+
+
+def test_nothing_follows_an_end() -> None:
+    drafter = LookupDrafter()
+    (plan,) = plan_of(1, [1, 2, 3, 4, 5, 6, 1, 2, 3], 0, ()).sequences
+    drafter.begin(StepPlan((replace(plan, ends=frozenset((5, 9))),)))
+    assert said(drafter, 1) == [4, 5]
 
 
 def test_what_follows_last_counts() -> None:

@@ -143,7 +143,7 @@ def test_windows_follow_what_rows_cost() -> None:
     for row in (0.01, 0.3):
         machine = Machine((0, 2, 12), (2, 4, 16), row=row)
         machine.write(1500, lambda tokens: [0.9, 0.85, 0.85])
-        mean.append(machine.pace._best(1, [0.9, 0.85, 0.85])[1][-1])
+        mean.append(machine.pace._best([0.9, 0.85, 0.85])[1][-1])
     assert mean[0] > mean[1]
 
 

@@ -271,6 +271,26 @@ def test_a_round_keeps_to_its_room(hierarchy: str, room: int) -> None:
     assert text.tokens == plainly(say, FULL, [1, 2], len(text.tokens))
 
 
+@pytest.mark.parametrize("share", [SELDOM, OFTEN, ALWAYS])
+@pytest.mark.parametrize("guesser", GUESSERS)
+@pytest.mark.parametrize("hierarchy", ["single, 4 drafts", "hispec, 2 drafts, window 4", "hispec, 4 drafts, window 6", "four levels"])
+def test_nobody_guesses_on_behind_an_end(hierarchy: str, guesser: str, share: float) -> None:
+    """Up to its end a text is the same, and what stands behind it is one token of each level that looks, and no guess."""
+    levels, drafter = guessed_by(hierarchy, guesser)
+    say = agreeing(share, FULL)
+    text = Text(3, [1, 2, 3] * 6, 60)
+    wanted = plainly(say, FULL, text.tokens, 60)
+    text.ends = frozenset((wanted[30],))
+    place = wanted.index(wanted[30], 18)
+    round_ = Round(FakeModel(say), levels, choose_torch, drafter, confidence=0.05)
+    while len(text.tokens) <= place:
+        step(round_, [text], 18, levels[-1].window)
+        guessed = text.tokens[place + 1 :]
+        assert len(guessed) <= len(levels) - 1
+        assert 0 not in text.levels[place + 1 - 18 :], "the lowest of all guesses on"
+    assert text.tokens[: place + 1] == wanted[: place + 1]
+
+
 @pytest.mark.parametrize(
     ("windows", "drafts_of_each_check"), [((2, 4), [2, 0]), ((2, 6), [2, 2]), ((4, 6), [4, 0]), ((1, 4), [1, 1]), ((3, 3), [2])]
 )

@@ -40,10 +40,12 @@ def prompts() -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def recordings(prompts: list[tuple[int, ...]]) -> dict[float, list[Recording]]:
+    """By temperature; some texts are cut off, the others have come to their end."""
     llm = LLM(settings_for(PLAIN))
     found = {}
     for temperature in (0.0, 0.8):
-        found[temperature] = write_texts(llm, prompts, 60, temperature)
+        found[temperature] = [text for most in (60, 200) for text in write_texts(llm, prompts, most, temperature)]
+        assert [text.ended for text in found[temperature]] == [False] * len(prompts) + [True] * len(prompts)
         listen(llm, found[temperature], DEPTHS, llm.engine.shard.choose)
     return found
 
@@ -91,11 +93,11 @@ def test_a_replay_counts_as_the_engine_counts(
     llm = LLM(settings_for(speculation))
     for recording in recordings[temperature]:
         prompt, answer = recording.tokens[: recording.prompt], recording.tokens[recording.prompt :]
-        params = SamplingParams(max_tokens=60, temperature=temperature, seed=recording.seed)
+        params = SamplingParams(max_tokens=200 if recording.ended else 60, temperature=temperature, seed=recording.seed)
         assert tuple(llm.generate([prompt], params)[0].choices[0].token_ids) == answer
     reads = len(recordings[temperature])  # of the prompts, which a replay leaves out
     real = llm.engine.counts
-    assert counts[-1].passes == pytest.approx(real[-1].passes - reads, abs=2)
+    assert counts[-1].passes == pytest.approx(real[-1].passes - reads, rel=0.01, abs=2)
     for mine, theirs in zip(counts[:-1], real[:-1], strict=True):
         assert mine.passes == pytest.approx(theirs.passes, rel=0.1, abs=2)
         assert mine.own == pytest.approx(theirs.own, rel=0.15, abs=4)
@@ -119,7 +121,7 @@ def text_that_turns(lengths: Sequence[int]) -> Recording:
         tokens += [dice.randrange(2, 50_000) if number % 2 else 2 + i % 12 for i in range(length)]
     said = {depth: Choices([0] * len(tokens), [0] * len(tokens), [1.0] * len(tokens)) for depth in DEPTHS}
     said[LAYERS] = Choices(tokens[1:], [0] * len(tokens), [1.0] * len(tokens))
-    return Recording(tuple(tokens), 1, 0.0, 0, said)
+    return Recording(tuple(tokens), 1, 0.0, 0, False, said)
 
 
 @pytest.mark.parametrize("method", ["single", "hispec"])
