@@ -28,8 +28,10 @@ from hispec_ray.core.plan import StepPlan, Timings
 
 ALLOWANCE = 0.02
 """Share of the time of plain decoding that may be spent on rounds that do not pay."""
-_CREDIT = 8.0
+_CREDIT = 12.0
 """Most plain steps of saved time that are remembered: the price of noticing that a text has turned."""
+_START = 1.0
+"""Plain steps that the account of the windows begins with, so that a new process tries at once."""
 _DEBT = 2.0
 """Plain steps by which an account may be short before nothing is tried on it."""
 _STEP = 0.1
@@ -44,6 +46,8 @@ _UNPRICED = 0.3
 """The least chance at which a guess is taken before it is known what a further row costs."""
 _STRANGE = 24
 """Guesses that must have been looked at, over all sequences, before the shares are believed; until then windows are small."""
+_PATIENCE = 8
+"""Rounds after which a sequence that is thought not to pay is tried again; twice as many after each try that fails."""
 _MARGIN = 1.02
 """How many times faster than plain decoding a round must look before it is tried without need."""
 _EXACT = 64
@@ -180,7 +184,7 @@ class _Habit:
 
     shares: list[float]
     rounds: int = 0
-    tried: int = 0
+    tried: int = -_PATIENCE
     failed: int = 0
     made: tuple[int, int, int | None] | None = None
     gain: float = 0.0
@@ -222,8 +226,10 @@ class Pace:
         self._plainly = False  # this round is for measuring
         self._plain_at: dict[int, int] = {}  # by batch, the last round that turned out plain
         self._looked = 0  # guesses, see _STRANGE
+        self._spanned = False  # whether a round had the settings' own windows: what others cost lies between that and plain decoding
         self._allowance = ALLOWANCE / 2 if lookups and self._options else ALLOWANCE
         self._by_windows = self._by_lookup = 0.0  # the accounts, in seconds
+        self._opened = False  # whether the one of the windows has what it begins with
         self._gain = 1.0  # how many times plain decoding's speed lately
         self._ended: float | None = None
         self._learning = 0.0  # seconds of learning behind `_ended`, which are no part of the time between rounds
@@ -240,7 +246,7 @@ class Pace:
         goes_on = any(s.id in self._habits for s in decoding)
         self._rounds += 1
         first = self._rounds < _FORGET  # then at powers of two
-        self._age = self._rounds.bit_length() if first else _FORGET + self._rounds // _FORGET
+        self._age = 2 * (self._rounds.bit_length() if first else _FORGET + self._rounds // _FORGET) + self._spanned
         due = self._rounds & (self._rounds - 1) == 0 if first else self._rounds % _FORGET == 0
         # not where one has turned out plain anyhow
         self._plainly = due and self._plain_at.get(len(decoding), 0) <= (self._rounds // 2 if first else self._rounds - _FORGET // 2)
@@ -257,6 +263,8 @@ class Pace:
         if batch not in self._plains:
             self._plains[batch] = self.plain_seconds(batch)
         self._plain = self._plains[batch]
+        if self._plain and not self._opened:
+            self._opened, self._by_windows = True, _START * self._plain
         self._rows.clear()
         full = not self._plain or self._by_windows >= 0.9 * _CREDIT * self._plain  # affords everything
         self._stake = None if full else math.floor(self._by_windows / self._plain + _DEBT)
@@ -308,9 +316,14 @@ class Pace:
             return self._none
         if habit.gain >= _MARGIN and habit.windows != self._none:
             habit.tried, habit.failed = habit.rounds, 0
-            habit.chosen = habit.windows if self._looked >= _STRANGE else self._smallest()
+            if self._looked < _STRANGE:
+                habit.chosen = self._smallest()
+            elif self._stake is None and not self._spanned:
+                habit.chosen = self._windows
+            else:
+                habit.chosen = habit.windows
         # plain decoding is thought best, or nothing else is covered: try again now and then, the less often the more tries have failed
-        elif habit.rounds - habit.tried >= 8 << min(habit.failed, 4) and self._affords(habit.shares, self._smallest()):
+        elif habit.rounds - habit.tried >= _PATIENCE << min(habit.failed, 4) and self._affords(habit.shares, self._smallest()):
             habit.tried = habit.rounds
             habit.failed += 1
             habit.chosen = self._smallest()
@@ -423,6 +436,7 @@ class Pace:
         for look in looks:
             if not look.straight:
                 self._look_at(look)
+                self._spanned |= self._habits[look.id].chosen == self._windows
 
     def _look_at(self, look: Look) -> None:
         """Learn what the levels kept of a sequence's guesses."""
