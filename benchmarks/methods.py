@@ -2,6 +2,8 @@
 
 Every contestant decodes the same prompts in turn, A B C ... A B C ..., and is compared by the medians of ratios taken in the same
 turn. Each plan has the pace at work, as it is deployed. A text that differs from plain decoding's counts as not identical.
+A batch is one of a server under load: who ends makes room for the next in the queue, and what counts are the steps in which all places
+decode and no prompt is read.
 With --deployment nothing is tuned: the plan that a deployment file has is held against plain decoding, on the model that it names.
 """
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,12 +27,15 @@ from hispec_ray import LLM, SamplingParams, Settings
 from hispec_ray.commands.settings import settings_from
 from hispec_ray.config import DEFAULT_MODEL, SpeculationSettings
 from hispec_ray.core.plan import LevelCounts
+from hispec_ray.request import GenerationRequest
 from hispec_ray.shard.shard import levels_for
-from hispec_ray.tuning.planner import PLAIN, decode, describe
+from hispec_ray.tuning.planner import PLAIN, describe
 from hispec_ray.tuning.tune import Tuning, tune
 
 BATCHES = (1, 4, 16)
 TEMPERATURES = (0.0, 0.8)
+_QUEUED = 2
+"""Prompts of a batch, in its size: half of them wait."""
 FAMILIES = (
     ("single", "exit"), ("hispec", "exit"), ("single", "lookup"), ("hispec", "lookup"), ("single", "mixed"), ("hispec", "mixed"),
 )  # fmt: skip
@@ -37,9 +43,10 @@ FAMILIES = (
 
 @dataclass(slots=True)
 class Cell:
-    """One method on one data set at one batch size and temperature."""
+    """One method on one data set at one batch size and temperature. counted: tokens of the last turn that its speed is of."""
 
     speeds: list[float] = field(default_factory=list)
+    counted: int = 0
     turns: list[list[list[int]]] = field(default_factory=list)  # the answers of each turn
     tokens: int = 0
     counts: list[LevelCounts] = field(default_factory=list)
@@ -70,7 +77,7 @@ def label(method: str, drafter: str) -> str:
 
 
 def measure(
-    makers: Mapping[str, Callable[[], LLM]],
+    makers: Mapping[str, Callable[[int], LLM]],
     items: Sequence[Item],
     batch: int,
     temperature: float,
@@ -78,7 +85,7 @@ def measure(
     runs: int,
     progress: Progress,
 ) -> dict[str, Cell]:
-    """Let every method decode the items in turn, `runs` times, after one turn that does not count.
+    """Let every method decode the items in turn, `runs` times, after one turn that does not count. makers: by batch size.
 
     Each turn has a fresh engine: what a lookup remembers of the same prompts would be no measure.
     """
@@ -87,23 +94,46 @@ def measure(
     for turn in range(runs + 1):
         for name, make in makers.items():
             progress.update(task, description=f"batch {batch}, temperature {temperature}: {name}", refresh=True)
-            llm, cell = make(), cells[name]
-            seconds, answers = 0.0, []
-            for first in range(0, len(items), batch):
-                part = items[first : first + batch]
-                prompts = [encoded(llm, item, max_tokens) for item in part]
-                params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=first + i) for i in range(len(part))]
-                spent, answered = decode(llm, prompts, params)
-                seconds += spent
-                answers += answered
+            llm, cell = make(batch), cells[name]
+            prompts = [encoded(llm, item, max_tokens) for item in items]
+            params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=i) for i in range(len(items))]
+            seconds, cell.counted, answers = decode_under_load(llm, prompts, params, min(batch, len(items)))
             cell.turns.append(answers)
             cell.tokens = sum(len(answer) - 1 for answer in answers)
             cell.counts = llm.engine.counts
             if turn:
-                cell.speeds.append(cell.tokens / seconds)
+                cell.speeds.append(cell.counted / seconds)
             progress.advance(task)
     progress.remove_task(task)
     return cells
+
+
+def decode_under_load(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], batch: int
+) -> tuple[float, int, list[list[int]]]:
+    """Decode prompts that wait in the engine's queue.
+
+    Returns the seconds of all steps in which `batch` sequences went on and nothing else was done, the tokens that those steps wrote, and
+    the token ids of each answer.
+    """
+    engine = llm.engine
+    answers: dict[str, list[int]] = {}
+    for number, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        engine.add(GenerationRequest(f"bench-{number}", tuple(prompt), param))
+        answers[f"bench-{number}"] = []
+    seconds, counted = 0.0, 0
+    while engine.has_work:
+        begun = time.perf_counter()
+        deltas = engine.step()
+        spent = time.perf_counter() - begun
+        if len(deltas) == batch and all(answers[delta.request_id] for delta in deltas):
+            seconds += spent
+            counted += sum(len(delta.token_ids) for delta in deltas)
+        for delta in deltas:
+            answers[delta.request_id] += delta.token_ids
+    if not counted:
+        raise SystemExit(f"no step had {batch} sequences that went on: give more --prompts or --max-tokens, or smaller --batches")
+    return seconds, counted, list(answers.values())
 
 
 def encoded(llm: LLM, item: Item, max_tokens: int) -> tuple[int, ...]:
@@ -159,7 +189,12 @@ def _options() -> argparse.Namespace:
         "--deployment", type=Path, default=None, help="a deployment file, in place of --model, --heads, --dtype and tuning"
     )
     options.add_argument("--data", type=Path, default=None, help="a folder of .jsonl files; prompts of this project where not given")
-    options.add_argument("--prompts", type=int, default=None, help="of each data set, to measure on; some others are tuned on (default 16)")
+    options.add_argument(
+        "--prompts",
+        type=int,
+        default=None,
+        help="of each data set, to measure on, or twice a batch where that is more; some others are tuned on (default 16)",
+    )
     options.add_argument("--max-tokens", type=int, default=None)
     options.add_argument("--runs", type=int, default=None)
     options.add_argument("--dtype", default=None, help="(default bfloat16)")
@@ -188,9 +223,10 @@ def main() -> None:
     runs = asked.runs or (1 if asked.quick else 3)
     heads = settings.speculation.exits.heads
     asked.model = settings.model.path
-    sets = data_sets(asked, each)
+    many = max(each, _QUEUED * max(asked.batches))  # of each data set, where there are so many
+    sets = data_sets(asked, many)
     reader = LLM(settings.model_copy(update={"speculation": with_heads(PLAIN, heads)}))
-    halves = {data.name: data.halves(each) for data in sets}
+    halves = {data.name: data.halves(many) for data in sets}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     tuning: Tuning | None = None
     with common.progress(*columns) as progress:
@@ -198,20 +234,19 @@ def main() -> None:
             plans = {"plain": PLAIN, "deployed": settings.speculation}
         else:
             task = progress.add_task("tuning", total=1)
+            of_each = min(each, max(2, 24 // len(sets)))
             tuning = tune(
-                settings, [encoded(reader, item, max_tokens) for tuned, _ in halves.values() for item in tuned[: max(2, 24 // len(sets))]],
+                settings, [encoded(reader, item, max_tokens) for tuned, _ in halves.values() for item in tuned[:of_each]],
                 max_tokens=max_tokens, checks=2 if asked.quick else 4, runs=1 if asked.quick else 3, like=reader,
                 tell=partial(common.tell, progress, task),
             )  # fmt: skip
             progress.remove_task(task)
             plans = contestants(tuning)
-        makers = {
-            name: partial(LLM, settings.model_copy(update={"speculation": with_heads(plan, heads)}), like=reader)
-            for name, plan in plans.items()
-        }
+        makers = {name: partial(engine_for, settings, with_heads(plan, heads), reader) for name, plan in plans.items()}
         results: dict[tuple[str, int, float], dict[str, Cell]] = {}
         for data, batch, temperature in product(sets, asked.batches, asked.temperatures):
-            results[data.name, batch, temperature] = measure(makers, halves[data.name][1], batch, temperature, max_tokens, runs, progress)
+            items = halves[data.name][1][: max(each, _QUEUED * batch if batch > 1 else 1)]
+            results[data.name, batch, temperature] = measure(makers, items, batch, temperature, max_tokens, runs, progress)
     outcome = Outcome(plans, results)
     found = lines(outcome, sets, {name: half for name, (_, half) in halves.items()}, reader)
     rows = [[shown(line[column]) for column in COLUMNS] for line in found]
@@ -229,6 +264,12 @@ def main() -> None:
             continue
         common.console.print(f"{words} at batch 1: {name} ({describe(plans[name])})", highlight=False)
     common.finish(stem, asked.out, outcome.headline(), {"rows": found, "agreement": tuning.agreement if tuning else None})
+
+
+def engine_for(settings: Settings, plan: SpeculationSettings, reader: LLM, batch: int) -> LLM:
+    """Return a fresh engine for a plan in which `batch` sequences run at a time."""
+    scheduler = settings.scheduler.model_copy(update={"max_sequences": batch, "max_queued": 1 << 20})
+    return LLM(settings.model_copy(update={"speculation": plan, "scheduler": scheduler}), like=reader)
 
 
 def _numbers(kind: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
@@ -324,7 +365,7 @@ def lines(outcome: Outcome, sets: Sequence[DataSet], measured: Mapping[str, list
                     "full passes": cell.counts[-1].passes / cell.tokens,
                     "layer passes": sum(c.layers for c in cell.counts) / cell.tokens,
                     "head reads": sum(c.passes for c in cell.counts) / cell.tokens,
-                    "right": accuracy(reader, data, measured[name], cell.turns[-1]),
+                    "right": accuracy(reader, data, measured[name][: len(cell.turns[-1])], cell.turns[-1]),
                     "same text": same_text(cell, cells["plain"]),
                     "plan": describe(outcome.plans[method]),
                     "levels": levels,
