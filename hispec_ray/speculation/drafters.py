@@ -14,16 +14,22 @@ or not; so confidence follows the text down and up again. Whatever is guessed, t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from hispec_ray.core.plan import StepPlan
-from hispec_ray.speculation.phrases import LENGTHS, NONE, Phrases
+from hispec_ray.core.plan import SequencePlan, StepPlan
+from hispec_ray.speculation.phrases import LENGTHS, NONE, TOKEN_BYTES, Phrases, packed
 
+_SPAN = TOKEN_BYTES * LENGTHS[0]
+_CUTS = tuple(_SPAN - TOKEN_BYTES * length for length in LENGTHS)
 _RANKS = 3
 _FORTUNES = 4  # grades of how well a text was foretold lately: enough that confidence falls within ten tokens that nobody foretold
 _FORTUNE_STEP = 0.1
-_KINDS = (len(LENGTHS) + 1) ** 2 * _RANKS
+_OTHERS = _RANKS
+_OWN = _OTHERS * (len(LENGTHS) + 1)
+_KINDS = _OWN * (len(LENGTHS) + 1)
+"""A kind is _OWN times the number of its length in this text, counted from 1 for the longest, 0 for none, + _OTHERS times that in others,
++ its rank after the last token."""
 _START = 0.4
 """Confidence in a kind of candidates that was never seen."""
 _WEIGHT = 20.0
@@ -65,96 +71,133 @@ class _Confidence:
     def __init__(self) -> None:
         self._counts = [0.0] * (_KINDS * (_FORTUNES + 1))
         self._shares = [_START] * (_KINDS * (_FORTUNES + 1))
+        self._known: list[float | None] = [None] * (_KINDS * _FORTUNES)
 
     def of(self, kind: int, fortune: int) -> float:
-        fine = _KINDS + kind * _FORTUNES + fortune
-        count, coarse = self._counts[fine], self._counts[kind]
-        share = (self._shares[kind] * coarse + _START * _WEIGHT) / (coarse + _WEIGHT)
-        return (self._shares[fine] * count + share * _WEIGHT) / (count + _WEIGHT)
+        at = kind * _FORTUNES + fortune
+        known = self._known[at]
+        if known is None:
+            fine, coarse = self._counts[_KINDS + at], self._counts[kind]
+            share = (self._shares[kind] * coarse + _START * _WEIGHT) / (coarse + _WEIGHT)
+            known = self._known[at] = (self._shares[_KINDS + at] * fine + share * _WEIGHT) / (fine + _WEIGHT)
+        return known
 
     def learn(self, kind: int, fortune: int, right: bool) -> None:
-        for at in (kind, _KINDS + kind * _FORTUNES + fortune):
+        first = kind * _FORTUNES
+        for at in (kind, _KINDS + first + fortune):
             self._counts[at] = count = min(self._counts[at] + 1, _MEMORY)
             self._shares[at] += (right - self._shares[at]) / count
+        self._known[first : first + _FORTUNES] = _UNKNOWN
+
+    def ranked(self, kinds: Mapping[int, int], foretold: float) -> tuple[float, int | None, float, int | None]:
+        """Return the most confident candidate, and the next one, each behind its confidence; of equals the first. kinds: of candidates."""
+        fortune = fortune_of(foretold)
+        best, token, next_best, second = -1.0, None, -1.0, None
+        for candidate, kind in kinds.items():
+            share = self._known[kind * _FORTUNES + fortune] or self.of(kind, fortune)
+            if share > best:
+                best, token, next_best, second = share, candidate, best, token
+            elif share > next_best:
+                next_best, second = share, candidate
+        return best, token, next_best, second
+
+
+_UNKNOWN = (None,) * _FORTUNES
+
+
+def fortune_of(foretold: float) -> int:
+    return int(foretold * _FORTUNES * 0.999)
 
 
 class _Text:
-    """A sequence's tokens, what followed each n-gram in them last, and the share of tokens that were foretold lately.
+    """A sequence, what followed each n-gram in it last, and the share of tokens that were foretold lately.
 
     What is written is taken up when the next guess is asked for: a sequence that decodes plainly costs nothing, and teaches nothing.
+    length: tokens in all. tail: the last ones that were taken up, at most as many as the longest n-gram has, packed.
     """
 
-    __slots__ = ("asked", "ends", "follows", "foretold", "new", "tokens", "unread")
+    __slots__ = ("asked", "ends", "follows", "foretold", "length", "new", "tail", "unread")
 
-    def __init__(self, ends: frozenset[int]) -> None:
-        self.ends = ends
-        self.tokens: list[int] = []
-        self.unread: list[int] = []  # tokens of the prompt that come before the new ones
-        self.new: list[tuple[int, int]] = []  # written, with second choices, and not yet taken up
-        self.follows: dict[tuple[int, ...], int] = {}
+    def __init__(self, sequence: SequencePlan) -> None:
+        self.ends = sequence.ends
+        self.unread = list(sequence.history or ())  # tokens of the prompt that come before the new ones
+        self.length = len(self.unread)
+        self.new: list[tuple[Sequence[int], Sequence[int]]] = []  # written, with second choices, and not yet taken up
+        self.tail = b""
+        self.follows: dict[bytes, int] = {}
         self.foretold = 0.5
         self.asked = False
 
-    @property
-    def length(self) -> int:
-        return len(self.tokens) + len(self.unread) + len(self.new)
-
     def read(self, tokens: Sequence[int]) -> None:
-        known = self.tokens
         for token in tokens:
-            for length in LENGTHS:
-                if len(known) >= length:
-                    self.follows[tuple(known[-length:])] = token
-            known.append(token)
+            self.note(grams_of(self.tail), token)
+
+    def note(self, grams: Sequence[bytes], token: int) -> None:
+        """Take up a token. grams: those that end the text before it."""
+        for gram in grams:
+            self.follows[gram] = token
+        self.tail = (self.tail + packed(token))[-_SPAN:]
+
+
+def grams_of(tail: bytes) -> list[bytes]:
+    """Return the n-grams that end these tokens, the longest first."""
+    if len(tail) == _SPAN:
+        return [tail[cut:] for cut in _CUTS]
+    short = _SPAN - len(tail)
+    return [tail[cut - short :] for cut in _CUTS if cut >= short]
 
 
 class LookupDrafter:
-    """See the module. phrases: known beforehand; entries: n-grams of other texts that are kept besides, about 300 bytes each."""
+    """See the module. phrases: known beforehand; entries: n-grams of other texts that are kept besides, about 200 bytes each."""
 
     def __init__(self, phrases: Phrases = NONE, entries: int = 500_000) -> None:
         self.entries = entries
         self._phrases = phrases
         self._texts: dict[int, _Text] = {}
-        self._follows: OrderedDict[tuple[int, ...], int] = OrderedDict()  # over all texts, oldest first
-        self._after: dict[int, tuple[int, int]] = {}
+        self._follows: OrderedDict[bytes, int] = OrderedDict()  # over all texts, oldest first
+        self._after: dict[bytes, tuple[int, int]] = {}
         self._confidence = _Confidence()
 
     def begin(self, plan: StepPlan) -> None:
         for id in plan.ended:
             text = self._texts.pop(id, None)
-            if text is not None and text.asked and len(text.new) <= _MOST_NEW:
+            if text is not None and text.asked and sum(len(tokens) for tokens, _ in text.new) <= _MOST_NEW:
                 self._take_up(text)
         for sequence in plan.sequences:
             text = self._texts.get(sequence.id)
             if text is None or sequence.history is not None:
-                text = self._texts[sequence.id] = _Text(sequence.ends)
-                text.unread += sequence.history or ()
-            more = sequence.tokens[text.length - sequence.start :]  # the last one committed is known already
-            assert not (more and text.new), "a prompt ends before its text is written"
-            text.unread += more
+                text = self._texts[sequence.id] = _Text(sequence)
+            known = text.length - sequence.start
+            if known < len(sequence.tokens):  # the last one committed is known already
+                assert not text.new, "a prompt ends before its text is written"
+                text.unread += sequence.tokens[known:]
+                text.length = sequence.start + len(sequence.tokens)
 
     def committed(self, id: int, tokens: Sequence[int], seconds: Sequence[int]) -> None:
-        self._texts[id].new += zip(tokens, seconds, strict=True)
+        if tokens:
+            text = self._texts[id]
+            text.new.append((tokens, seconds))
+            text.length += len(tokens)
 
     def propose(self, id: int, tentative: Sequence[int], most: int, least: float, each: float = 0.0) -> list[Guess]:
         text = self._texts[id]
         self._take_up(text)
         text.asked = True
-        recent = (*text.tokens[-LENGTHS[0] :], *tentative)[-LENGTHS[0] :]
-        foretold = text.foretold
+        tail, foretold, ends = text.tail, text.foretold, text.ends
+        for token in tentative[-LENGTHS[0] :]:
+            tail = (tail + packed(token))[-_SPAN:]
         guesses: list[Guess] = []
         chance = 1.0
         while len(guesses) < most:
-            ranked = self._ranked(self._candidates(text, recent), foretold)
-            if not ranked or chance * ranked[0][0] < least or ranked[0][0] < each:
+            share, best, next_share, next_best = self._confidence.ranked(self._candidates(text, tail, grams_of(tail)), foretold)
+            if best is None or chance * share < least or share < each:
                 break
-            share, token = ranked[0]
-            second = ranked[1][1] if len(ranked) > 1 and chance * ranked[1][0] >= least else None
+            second = next_best if chance * next_share >= least else None
             chance *= share
-            guesses.append(Guess(token, chance, second))
-            if token in text.ends:
+            guesses.append(Guess(best, chance, second))
+            if best in ends:
                 break
-            recent = (*recent, token)[-LENGTHS[0] :]
+            tail = (tail + packed(best))[-_SPAN:]
             foretold += _FORTUNE_STEP * (1.0 - foretold)
         return guesses
 
@@ -162,53 +205,56 @@ class LookupDrafter:
         """Hold the candidates against what was written, and remember it; of a text that was not asked about for long, its end."""
         text.read(text.unread)
         text.unread.clear()
-        late = max(0, len(text.new) - _MOST_NEW)
-        text.read([token for token, _ in text.new[:late]])
-        for token, second in text.new[late:]:
-            recent = tuple(text.tokens[-LENGTHS[0] :])
-            if recent:
-                candidates = self._candidates(text, recent)
-                ranked = self._ranked(candidates, text.foretold)
-                fortune = int(text.foretold * _FORTUNES * 0.999)
-                for candidate, kind in candidates.items():
-                    self._confidence.learn(kind, fortune, candidate == token)
-                text.foretold += _FORTUNE_STEP * ((bool(ranked) and ranked[0][1] == token) - text.foretold)
-                self._after[recent[-1]] = token, second
-            for length in LENGTHS:
-                if len(recent) >= length:
-                    gram = recent[-length:]
-                    self._follows[gram] = token
-                    self._follows.move_to_end(gram)
-            text.read((token,))
+        if not text.new:
+            return
+        new = [pair for tokens, seconds in text.new for pair in zip(tokens, seconds, strict=True)]
         text.new.clear()
-        while len(self._follows) > self.entries:
-            self._follows.popitem(last=False)
+        late = max(0, len(new) - _MOST_NEW)
+        text.read([token for token, _ in new[:late]])
+        confidence, others = self._confidence, self._follows
+        for token, second in new[late:]:
+            tail = text.tail
+            grams = grams_of(tail)
+            if tail:
+                kinds = self._candidates(text, tail, grams)
+                best = confidence.ranked(kinds, text.foretold)[1]
+                fortune = fortune_of(text.foretold)
+                for candidate, kind in kinds.items():
+                    confidence.learn(kind, fortune, candidate == token)
+                text.foretold += _FORTUNE_STEP * ((best == token) - text.foretold)
+                self._after[tail[-TOKEN_BYTES:]] = token, second
+            for gram in grams:
+                others[gram] = token
+                others.move_to_end(gram)
+            text.note(grams, token)
+        while len(others) > self.entries:
+            others.popitem(last=False)
 
-    def _candidates(self, text: _Text, recent: tuple[int, ...]) -> dict[int, int]:
-        """What may follow the recent tokens: the candidates and their kinds."""
-        own: dict[int, int] = {}
-        others: dict[int, int] = {}
-        phrases = self._phrases
-        for number, length in enumerate(LENGTHS, 1):
-            if len(recent) >= length:
-                gram = recent[-length:]
-                token = text.follows.get(gram)
-                if token is not None:
-                    own.setdefault(token, number)
-                token = self._follows.get(gram)
-                if token is None:
-                    token = phrases.follows.get(gram)
-                if token is not None:
-                    others.setdefault(token, number)
-        last = recent[-1]
-        after: tuple[int, ...] = self._after.get(last) or phrases.after.get(last) or ()
-        ranks = {token: rank for rank, token in enumerate(dict.fromkeys(after), 1)}
-        lengths = len(LENGTHS) + 1
-        return {
-            token: (own.get(token, 0) * lengths + others.get(token, 0)) * _RANKS + ranks.get(token, 0) for token in (own | others | ranks)
-        }
+    def _candidates(self, text: _Text, tail: bytes, grams: Sequence[bytes]) -> dict[int, int]:
+        """What may follow the last tokens: the candidates and their kinds, those with the longest n-grams of this text first.
 
-    def _ranked(self, candidates: dict[int, int], foretold: float) -> list[tuple[float, int]]:
-        """Candidates with their confidence, the most confident first; of equals the one with the longest n-gram."""
-        fortune = int(foretold * _FORTUNES * 0.999)
-        return sorted(((self._confidence.of(kind, fortune), token) for token, kind in candidates.items()), key=lambda each: -each[0])
+        tail: these tokens, at least one; grams: that end them.
+        """
+        kinds: dict[int, int] = {}
+        number = len(LENGTHS) - len(grams)
+        own, others, phrases = text.follows, self._follows, self._phrases
+        for at, gram in enumerate(grams, number + 1):
+            token = own.get(gram)
+            if token is not None and token not in kinds:
+                kinds[token] = at * _OWN
+        for at, gram in enumerate(grams, number + 1):
+            token = others.get(gram)
+            if token is None:
+                token = phrases.follows.get(gram)
+            if token is not None:
+                kind = kinds.get(token, 0)
+                if kind % _OWN == 0:
+                    kinds[token] = kind + at * _OTHERS
+        last = tail[-TOKEN_BYTES:]
+        after = self._after.get(last) or phrases.after.get(last)
+        if after is not None:
+            first, second = after
+            kinds[first] = kinds.get(first, 0) + 1
+            if second != first:
+                kinds[second] = kinds.get(second, 0) + 2
+        return kinds

@@ -406,15 +406,16 @@ class Pace:
         """
         if begun.number == 1:  # it finds memory cold, and is no measure
             return
-        if not looks and not timings.asked and not begun.plainly and begun.number > _FORGET and self._around.mean(begun.batch) is not None:
+        asked = timings.asked / self._speed
+        if not looks and not begun.plainly and begun.number > _FORGET and self._around.mean(begun.batch) is not None:
             self._skipped[begun.batch] = (self._skipped.get(begun.batch, 0) + 1) % _SELDOM
             if self._skipped[begun.batch]:
                 self._unbooked += begun.batch
+                self._by_lookup -= asked
                 self._ended, self._learning = timings.end, 0.0
                 return
         if begun.alone:  # a prompt's passes tell of its length too
             self._clock(timings)
-        asked = timings.asked / self._speed
         told = asked  # seconds of the round that are a pass's or a lookup's
         for number, rows, seconds, times in timings.passes:
             self.costs[number].add(rows, seconds / self._speed)

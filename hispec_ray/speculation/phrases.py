@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from struct import Struct
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +19,10 @@ from hispec_ray.config import DEFAULT_MODEL
 
 LENGTHS = (6, 4, 3, 2)
 """Lengths of the n-grams that a lookup knows, longest first."""
+_TOKEN = Struct("=i")
+TOKEN_BYTES = _TOKEN.size
+packed = _TOKEN.pack
+"""Returns a token as bytes. What are looked up are bytes: of a tuple the hash is reckoned anew with every look, of bytes once."""
 AFTER = "after"
 """The tensor with what follows single tokens; those of n-grams have the names of `name_of`."""
 VOCABULARY = "vocabulary"
@@ -27,10 +32,13 @@ _OWN = Path(__file__).with_name("smollm2-135m-instruct.phrases.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Phrases:
-    """follows: by n-gram, the token that followed it most often; after: by token, the two that did, the same twice where only one has."""
+    """follows: by n-gram, the token that followed it most often; after: by token, the two that did, the same twice where only one has.
 
-    follows: dict[tuple[int, ...], int] = field(default_factory=dict)
-    after: dict[int, tuple[int, int]] = field(default_factory=dict)
+    N-grams are the bytes of their tokens, see `packed`.
+    """
+
+    follows: dict[bytes, int] = field(default_factory=dict)
+    after: dict[bytes, tuple[int, int]] = field(default_factory=dict)
 
 
 NONE = Phrases()
@@ -77,5 +85,5 @@ def _read(file: Path, changed: int) -> tuple[int, Phrases]:
             raise ValueError(f"{name} is {tensor.dtype} of shape {list(tensor.shape)}; it must be uint16 or int32 in {columns} columns")
         if len(tensor) and not 0 <= tensor.numpy().min() <= tensor.numpy().max() < int(vocabulary):
             raise ValueError(f"{name} has ids outside 0 to {int(vocabulary) - 1}")
-    follows = {tuple(gram): token for length in LENGTHS for *gram, token in tensors[name_of(length)].tolist()}
-    return int(vocabulary), Phrases(follows, {token: (first, second) for token, first, second in tensors[AFTER].tolist()})
+    follows = {b"".join(map(packed, gram)): token for length in LENGTHS for *gram, token in tensors[name_of(length)].tolist()}
+    return int(vocabulary), Phrases(follows, {packed(token): (first, second) for token, first, second in tensors[AFTER].tolist()})

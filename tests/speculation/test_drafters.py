@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hispec_ray.core.plan import SequencePlan, StepPlan
-from hispec_ray.speculation.drafters import LookupDrafter
-from hispec_ray.speculation.phrases import LENGTHS, Phrases
+from hispec_ray.speculation.drafters import LookupDrafter, grams_of
+from hispec_ray.speculation.phrases import LENGTHS, Phrases, packed
 
 
 def plan_of(id: int, tokens: Sequence[int], start: int, history: Sequence[int] | None, ended: Sequence[int] = ()) -> StepPlan:
@@ -26,6 +26,15 @@ def write(drafter: LookupDrafter, id: int, tokens: Sequence[int]) -> None:
 
 def said(drafter: LookupDrafter, id: int, tentative: Sequence[int] = (), most: int = 4, least: float = 0.01) -> list[int]:
     return [guess.token for guess in drafter.propose(id, tentative, most, least)]
+
+
+def packed_all(*tokens: int) -> bytes:
+    return b"".join(map(packed, tokens))
+
+
+def candidates(drafter: LookupDrafter, id: int, *last: int) -> dict[int, int]:
+    tail = packed_all(*last)
+    return drafter._candidates(drafter._texts[id], tail, grams_of(tail))
 
 
 def test_a_text_that_repeats_is_foretold() -> None:
@@ -77,7 +86,7 @@ def test_a_history_that_the_cache_spared_is_known_too() -> None:
     assert said(drafter, 1, most=2) == [3, 4]
     drafter.begin(plan_of(1, [1, 2, 9], 4, [1, 2, 3, 4]))  # preempted, and admitted again
     said(drafter, 1, most=2)
-    assert drafter._texts[1].tokens == [1, 2, 3, 4, 1, 2, 9]
+    assert (drafter._texts[1].length, drafter._texts[1].tail) == (7, packed_all(2, 3, 4, 1, 2, 9))
 
 
 def test_a_source_that_fails_falls_silent_and_comes_back() -> None:
@@ -109,11 +118,11 @@ def test_memory_is_bounded() -> None:
     assert not drafter._follows, "nobody has asked yet"
     said(drafter, 1)
     assert len(drafter._follows) == 100
-    assert tuple(range(2000 - 1 - LENGTHS[-1], 2000 - 1)) in drafter._follows, "the oldest go first"
+    assert packed_all(*range(2000 - 1 - LENGTHS[-1], 2000 - 1)) in drafter._follows, "the oldest go first"
 
 
 def test_phrases_speak_where_no_text_does_and_give_way_to_this_process() -> None:
-    drafter = LookupDrafter(Phrases({(1, 2): 3, (2, 3): 4}, {4: (5, 6)}))
+    drafter = LookupDrafter(Phrases({packed_all(1, 2): 3, packed_all(2, 3): 4}, {packed(4): (5, 6)}))
     read(drafter, 1, [1, 2])
     assert said(drafter, 1, least=0.001) == [3, 4, 5]
     (guess,) = drafter.propose(1, [3, 4], 1, 0.01)
@@ -123,13 +132,13 @@ def test_phrases_speak_where_no_text_does_and_give_way_to_this_process() -> None
     write(drafter, 1, [8, 5, 2, 7])
     drafter.begin(plan_of(2, [7, 1, 2], 0, (), ended=[1]))
     assert 8 in said(drafter, 2, most=1), "what this process wrote goes before a file"
-    assert 3 not in drafter._candidates(drafter._texts[2], (1, 2))
+    assert 3 not in candidates(drafter, 2, 1, 2)
 
 
 def test_a_token_that_only_one_followed_is_its_first_choice() -> None:
-    drafter = LookupDrafter(Phrases({}, {4: (5, 5)}))
+    drafter = LookupDrafter(Phrases({}, {packed(4): (5, 5)}))
     read(drafter, 1, [4])
-    first = drafter._candidates(drafter._texts[1], (4,))
-    drafter = LookupDrafter(Phrases({}, {4: (5, 6)}))
+    first = candidates(drafter, 1, 4)
+    drafter = LookupDrafter(Phrases({}, {packed(4): (5, 6)}))
     read(drafter, 1, [4])
-    assert first[5] == drafter._candidates(drafter._texts[1], (4,))[5]
+    assert first[5] == candidates(drafter, 1, 4)[5]
