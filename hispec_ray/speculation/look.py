@@ -138,6 +138,8 @@ class Looker:
         kept = 0
         while kept < tentative and s.tokens[first + kept] == choices[kept]:
             kept += 1
+        looked_at = min(kept + 1, tentative)
+        self._judged(level, s, s.origins[first - s.first : first - s.first + looked_at], kept)
         place, own, gap = first + kept, choices[kept], gaps[kept]
         rejected = s.tokens[place] if kept < tentative else None
         taken = next((i for i, branch in enumerate(looked) if branch.index == place and branch.token == own), None)
@@ -169,12 +171,23 @@ class Looker:
                     else:
                         turn.state.branch(s, known, seconds[kept], source)
         count = turn.counts[source]
-        s.seen[level] += min(kept + 1, tentative)
-        s.kept[level] += kept
         count.looked(tentative, kept)
         count.seen += tentative + len(looked)
         count.accepted += accepted
         count.own += 1
+
+    def _judged(self, level: int, s: SequenceState, origins: list[int], kept: int) -> None:
+        """Take down how many guesses the level saw, and kept. Of a lowest level that a draft exit and a lookup guess for, the exit's alone.
+
+        A lookup says itself how sure it is: its failures are no reason to trust the exit less.
+        """
+        if level and level == self.cast.bottom and self.cast.source:
+            mine = [origin == self.cast.source for origin in origins]
+            s.seen[level] += sum(mine)
+            s.kept[level] += sum(mine[:kept])
+        else:
+            s.seen[level] += len(origins)
+            s.kept[level] += kept
 
     def _offer(self, turn: Turn, level: int, s: SequenceState, first: int, place: int, seconds: dict[int, int]) -> int:
         """Beside the tokens that the level has just kept, offer its second choices; let go what it no longer offers.

@@ -236,7 +236,7 @@ class Pace:
         self._lesson = 0.0  # what learning from a round with guesses takes
         self._unbooked = 0  # tokens of plain rounds that were not learned from
         self._skipped: dict[int, int] = {}  # by batch, such rounds since one was
-        self._plains: dict[int, float] = {}  # seconds of plain rounds by batch, as the costs stand
+        self._plains: dict[tuple[int, bool], float] = {}  # what `plain_seconds` said, as the costs stand
 
     def begin(self, plan: StepPlan) -> Begun:
         """Take note of a round that starts, and return what is to be handed to `learn` after it."""
@@ -250,19 +250,20 @@ class Pace:
         due = self._rounds & (self._rounds - 1) == 0 if first else self._rounds % _FORGET == 0
         # not where one has turned out plain anyhow
         self._plainly = due and self._plain_at.get(len(decoding), 0) <= (self._rounds // 2 if first else self._rounds - _FORGET // 2)
-        self._turn_to(len(decoding))
+        alone = len(decoding) == len(plan.sequences)
+        self._turn_to(len(decoding), alone)
         for s in decoding:
             if s.id not in self._habits:
                 self._habits[s.id] = _Habit(list(self._usual))
             self._habits[s.id].rounds += 1
-        return Begun(self._rounds, len(decoding), goes_on, len(decoding) == len(plan.sequences), self._plainly)
+        return Begun(self._rounds, len(decoding), goes_on, alone, self._plainly)
 
-    def _turn_to(self, batch: int) -> None:
-        """Reckon with so many sequences."""
+    def _turn_to(self, batch: int, alone: bool) -> None:
+        """Reckon with so many sequences. alone: see `Begun`."""
         self._batch = batch
-        if batch not in self._plains:
-            self._plains[batch] = self.plain_seconds(batch)
-        self._plain = self._plains[batch]
+        if (batch, alone) not in self._plains:
+            self._plains[batch, alone] = self.plain_seconds(batch, alone)
+        self._plain = self._plains[batch, alone]
         if self._plain and not self._opened:
             self._opened, self._by_windows = True, _START * self._plain
         self._rows.clear()
@@ -380,11 +381,15 @@ class Pace:
             options = [(*option, step) for option in options for step in steps if not below or option[-1] < step]
         return options or [self._windows]
 
-    def plain_seconds(self, batch: int) -> float:
-        """Expected seconds of a round of plain decoding; 0 before one of so many sequences was measured."""
-        if self._around.mean(batch) is None:
+    def plain_seconds(self, batch: int, alone: bool = True) -> float:
+        """Expected seconds of a round of plain decoding; 0 before one of so many sequences was measured.
+
+        One that is not alone cannot be measured: then it is 0 before any was.
+        """
+        around = self._around.of(batch) if not alone or self._around.mean(batch) is not None else 0.0
+        if not around:
             return 0.0
-        return self._around.of(batch) + sum(segment.of(batch) for segment in self.segments) + self.heads[-1].of(batch)
+        return around + sum(segment.of(batch) for segment in self.segments) + self.heads[-1].of(batch)
 
     def seconds(self, batch: int, shares: Sequence[float], windows: tuple[int, ...]) -> float:
         """Expected seconds of a round in which `batch` sequences fill these windows."""
@@ -431,7 +436,7 @@ class Pace:
             around.add(begun.batch, max(0.01 * told, spent - told))
             if not looks:
                 self._plain_at[begun.batch] = begun.number
-        self._turn_to(begun.batch)
+        self._turn_to(begun.batch, begun.alone)
         if self._plain:
             self._settle(self._plain, looks, asked, spent - asked if begun.alone else None)
         for look in looks:

@@ -49,7 +49,7 @@ class SequenceState:
     settled[l]: tokens that level l has chosen or kept. marks[l]: rows that segment l has run: the watermark.
     ready: a level below the top is unsure, and the next one should look.
     line: the sequence's line in the block tables; home: of its first token in the held rows.
-    seen[l], kept[l]: guesses that level l looked at, up to the first that it did not keep.
+    seen[l], kept[l]: guesses that level l looked at, up to the first that it did not keep; see `Looker._judged`.
     spare: (line of the block tables, line of the held rows, block) that a branch may take. seconds: the top's second choices at the end.
     adopted: the branch that was gone on from last.
     rows: of what the top looked at, those whose choices were committed. logprobs, prompt_logprobs: see `SequenceResult`.

@@ -53,7 +53,7 @@ class Machine:
         plan = StepPlan(tuple(plans))
         start = self.clock
         begun = pace.begin(plan)
-        windows = [pace.windows(part.id) for part in plans]
+        windows = [pace.windows(part.id) if part.room else pace._none for part in plans]
         seen = [[0] * (top + 1) for _ in plans]
         kept = [[0] * (top + 1) for _ in plans]
         bottom = 1 if self.drafts else 0
@@ -157,6 +157,18 @@ def test_a_big_batch_guesses_only_where_rows_are_cheap_and_guesses_good(row: flo
     tokens = [sum(machine.round([[share] * 3] * 8, plans)) for _ in range(100)]
     assert (sum(tokens[60:]) > 1.5 * 8 * 40) == opens
     assert machine.clock / sum(tokens) < machine.plain(8) / 8 * 1.03
+
+
+def test_who_decodes_beside_prompts_guesses_too() -> None:
+    """Under load a prompt is read in most rounds, and beside one nothing can be timed: what was timed alone has to do."""
+    machine = Machine((0, 2, 4), (2, 4, 16), row=0.02)
+    reading = SequencePlan(99, (0,) * 8, 0, (0,), False, 0, 0.0, 0)
+    for batch in (1, 5):
+        plans = [SequencePlan(i, (0,), 5, (0,), True, 20, 0.0, 0) for i in range(batch)]
+        for number in range(60):
+            beside = [] if batch == 1 and number < 30 else [reading]
+            tokens = sum(machine.round([[0.95] * 3] * (batch + len(beside)), [*plans, *beside])[:batch])
+        assert tokens > 2 * batch
 
 
 def test_plain_decoding_alone_takes_nothing_from_the_accounts() -> None:

@@ -9,12 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fakes import VOCABULARY, FakeModel, Say, Text, agreeing, finish, plainly, step
+from fakes import VOCABULARY, FakeModel, Say, Text, agreeing, digest, finish, plainly, step
 
-from hispec_ray.core.plan import LevelCounts
+from hispec_ray.core.plan import LevelCounts, StepPlan
 from hispec_ray.speculation.choice import choose_torch
-from hispec_ray.speculation.drafters import LookupDrafter
+from hispec_ray.speculation.drafters import Guess, LookupDrafter
 from hispec_ray.speculation.levels import Doubt, Level
+from hispec_ray.speculation.pace import Look
 from hispec_ray.speculation.round import Round
 
 FULL = 4
@@ -154,6 +155,51 @@ def test_the_pace_changes_no_token(hierarchy: str, guesser: str, doubt: str, sha
     # what looking up takes here is by the dice too, and may be more than it is worth, as are guesses that seldom come true
     pays = GUESSERS[guesser][1] and share == OFTEN
     assert not pays or any(len(done.tokens) > 1 for _, result in steps for done in result.sequences), "nobody's guess was taken"
+
+
+class Wrong(LookupDrafter):
+    """Guesses one token after every other text, which is never the next one."""
+
+    def __init__(self, say: Say) -> None:
+        super().__init__()
+        self._say = say
+        self._known: dict[int, list[int]] = {}
+
+    def begin(self, plan: StepPlan) -> None:
+        for part in plan.sequences:
+            known = self._known.setdefault(part.id, [])
+            known[part.start :] = part.tokens
+
+    def committed(self, id: int, tokens: Sequence[int], seconds: Sequence[int]) -> None:
+        self._known[id] += tokens
+
+    def propose(self, id: int, tentative: Sequence[int], most: int, least: float, each: float = 0.0) -> list[Guess]:
+        text = (*self._known[id], *tentative)
+        right = max(range(VOCABULARY), key=self._say(text, FULL).__getitem__)
+        return [Guess((right + 1) % VOCABULARY, 0.9)] if digest("guesses", text) % 2 else []
+
+
+@pytest.mark.parametrize("levels", [levels_of(4), levels_of(3, 6)], ids=["single", "hispec"])
+def test_what_a_lookup_gets_wrong_is_not_held_against_the_exit(levels: tuple[Level, ...]) -> None:
+    """The exits are always right and the lookup never: the pace hears of the exits."""
+    say = agreeing(ALWAYS, FULL)
+    looks: list[Look] = []
+    round_ = Round(FakeModel(say), levels, choose_torch, Wrong(say), paced=True)
+    pace = round_._pace
+    assert pace
+    windows = tuple(level.window for level in levels)
+    pace.windows = lambda _: windows  # type: ignore[method-assign]
+    pace.prefers = lambda *_: False  # type: ignore[method-assign]
+    pace.learn = lambda begun, found, timings: looks.extend(found)  # type: ignore[method-assign]
+    texts = [Text(i, [i, 2], 60) for i in range(3)]
+    wanted = expected(say, texts)
+    steps = finish(round_, texts, levels)
+    assert [text.tokens for text in texts] == wanted
+    looked_up, drafted = (sum(result.levels[source].own for _, result in steps) for source in (0, 1))
+    assert min(looked_up, drafted) > 20
+    assert sum(result.levels[2].seen - result.levels[2].accepted for _, result in steps) > 20
+    assert sum(look.seen[1] for look in looks) > 20
+    assert all(look.seen[1] == look.kept[1] for look in looks)
 
 
 def test_a_second_candidate_that_is_right_saves_a_pass() -> None:
