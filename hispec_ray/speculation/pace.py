@@ -86,22 +86,28 @@ class Cost:
         self._seconds: list[float] = []  # the means, or what more rows cost where that is less
 
     def add(self, rows: int, seconds: float) -> None:
-        bucket = _bucket(rows)
-        seconds *= bucket / rows
-        at = bisect_left(self._rows, bucket)
-        if at < len(self._rows) and self._rows[at] == bucket:
-            self._counts[at] += 1
-            self._means[at] = _moved(self._means[at], seconds, max(1 / self._counts[at], self._least))
+        bucket = rows
+        if rows > _EXACT:
+            bucket = _bucket(rows)
+            seconds *= bucket / rows
+        rows_, means, counts, known = self._rows, self._means, self._counts, self._seconds
+        at = bisect_left(rows_, bucket)
+        if at < len(rows_) and rows_[at] == bucket:
+            counts[at] += 1
+            means[at] = _moved(means[at], seconds, max(1 / counts[at], self._least))
         else:
-            self._rows.insert(at, bucket)
-            self._means.insert(at, seconds)
-            self._counts.insert(at, 1)
-            self._seconds.insert(at, seconds)
+            rows_.insert(at, bucket)
+            means.insert(at, seconds)
+            counts.insert(at, 1)
+            known.insert(at, seconds)
+        first = at
         while at >= 0:
-            least = min(self._means[at], self._seconds[at + 1]) if at + 1 < len(self._rows) else self._means[at]
-            if least == self._seconds[at] and self._rows[at] != bucket:
+            least = means[at]
+            if at + 1 < len(rows_) and known[at + 1] < least:
+                least = known[at + 1]
+            if least == known[at] and at != first:
                 break
-            self._seconds[at] = least
+            known[at] = least
             at -= 1
 
     def mean(self, rows: int) -> float | None:
@@ -215,7 +221,7 @@ class Pace:
         self._around_guesses = Cost(_STEP)  # and of one with guesses; what requests ask for changes it
         self._usual = [_PRIOR] * len(self._windows)  # shares that a new sequence starts with
         self._habits: dict[int, _Habit] = {}
-        self._choices: dict[tuple[object, ...], tuple[float, tuple[int, ...]]] = {}
+        self._choices: dict[tuple[int, ...], list[tuple[float, tuple[int, ...], float]]] = {}  # see `_best`
         self._rows: dict[int, tuple[float, float] | None] = {}  # see `_row`
         self._batch = 0
         self._plain = 0.0  # seconds of this round if it were plain
@@ -354,21 +360,19 @@ class Pace:
 
         Of those that the account covers should their round keep no guess; where none is, no windows, with the gain of the best.
         """
-        key = (self._batch, self._age, self._stake, *(round(share * 20) for share in shares))
-        if key not in self._choices:
+        key = (self._batch, self._age, *[round(share * 20) for share in shares])
+        ranked = self._choices.get(key)
+        if ranked is None:
             plain = self._plain
             if not plain:  # to be measured first
                 return 0.0, self._none
             if len(self._choices) > _MOST_CHOICES:
                 self._choices.clear()
-            found = [(self.seconds(self._batch, shares, windows), windows) for windows in self._options]
-            best = max((plain * _series(shares[-1], windows[-1]) / seconds, windows) for seconds, windows in found)
-            covered = [(seconds, windows) for seconds, windows in found if self._stake is None or seconds - plain <= self._stake * plain]
-            self._choices[key] = max(
-                ((plain * _series(shares[-1], windows[-1]) / seconds, windows) for seconds, windows in covered),
-                default=(best[0], self._none),
-            )
-        return self._choices[key]
+            found = [(self.seconds(self._batch, shares, windows) / plain, windows) for windows in self._options]
+            ranked = sorted(((_series(shares[-1], windows[-1]) / steps, windows, steps - 1) for steps, windows in found), reverse=True)
+            self._choices[key] = ranked
+        stake = math.inf if self._stake is None else self._stake
+        return next(((gain, windows) for gain, windows, loss in ranked if loss <= stake), (ranked[0][0], self._none))
 
     def _every_option(self) -> list[tuple[int, ...]]:
         """Windows to choose from; each leaves room for what the level below puts in of its own."""
@@ -477,13 +481,14 @@ class Pace:
     def _settle(self, plain: float, looks: Sequence[Look], asked: float, spent: float | None) -> None:
         """Book what a round saved. asked: seconds of a lookup; spent: all others, None where they are not known: then what was expected."""
         batch = self._batch
-        token, row = plain / batch, self._row(self._top)
+        token = plain / batch
         saved, extra = [0.0, 0.0], [0.0, 0.0]  # by windows, by the lookup: seconds of plain decoding, and expected seconds more
         around = max(0.0, self._around_guesses.of(batch) - self._around.of(batch))
         for look in looks:
             kind = 1 if look.straight else 0
             saved[kind] += (look.tokens - 1) * token
             if look.straight:
+                row = self._row(self._top)
                 more = look.straight * (row[0] if row else _UNPRICED * token) + around / len(looks)
             else:
                 habit = self._habits[look.id]

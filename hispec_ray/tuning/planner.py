@@ -25,6 +25,7 @@ GRID: dict[str, tuple[int | float, ...]] = {
 """The values that a plan's numbers may take."""
 _BRANCH_BELOW = 1.0
 _CALIBRATION_TURNS = 3
+_CALIBRATION_SECONDS = 20.0
 
 
 @dataclass(slots=True)
@@ -155,11 +156,27 @@ class Bench:
             tokens += len(answer) - 1
         return tokens / seconds
 
-    def compare(self, plans: Sequence[SpeculationSettings], runs: int) -> list[list[float]]:
-        """Run plans in turn (A B C A B C ...), after one run of each that does not count; return each one's tokens a second."""
+    def compare(self, plans: Sequence[SpeculationSettings], runs: int, seconds: float = 0.0) -> list[list[float]]:
+        """Run plans in turn (A B C A B C ...), after one run of each that does not count; return each one's tokens a second.
+
+        runs: turns at least; more until so many seconds are over.
+        """
         for plan in plans:
             self.run(plan)
-        return [list(speeds) for speeds in zip(*([self.run(plan) for plan in plans] for _ in range(runs)), strict=True)]
+        begun = time.perf_counter()
+        turns: list[list[float]] = []
+        while len(turns) < runs or time.perf_counter() - begun < seconds:
+            turns.append([self.run(plan) for plan in plans])
+        return [list(speeds) for speeds in zip(*turns, strict=True)]
+
+
+def steady(speeds: Sequence[Sequence[float]]) -> list[float]:
+    """Return each plan's speed where the first one runs at its median: by ratios in the same turn, for machines are fast and slow in turns.
+
+    speeds: as of `Bench.compare`.
+    """
+    usual = statistics.median(speeds[0])
+    return [usual * statistics.median(one / first for one, first in zip(found, speeds[0], strict=True)) for found in speeds]
 
 
 def decode(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> tuple[float, list[list[int]]]:
@@ -186,7 +203,7 @@ def decode(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[Sampling
 def calibrate(bench: Bench, recordings: Sequence[Recording], costs: Costs, layers: int, probes: Sequence[SpeculationSettings]) -> None:
     """Run plain decoding and some other plans, and fit to them what lies around passes. The bench writes these recordings' texts."""
     plans = [PLAIN, *(probe.model_copy(update={"pace": "fixed"}) for probe in probes)]
-    speeds = [statistics.median(found) for found in bench.compare(plans, _CALIBRATION_TURNS)]
+    speeds = steady(bench.compare(plans, _CALIBRATION_TURNS, _CALIBRATION_SECONDS))
     works = [replay(plan, recordings, costs, layers)[2] for plan in plans]
     fit(costs, works, [work.tokens / speed for work, speed in zip(works, speeds, strict=True)])
 

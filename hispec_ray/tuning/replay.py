@@ -154,6 +154,7 @@ def replay(
     counted = _Counted(drafter, work) if drafter else None
     round_ = round_for(speculation, stage, layers, stage.choose, counted, costs.own, stage.seconds)
     totals = [LevelCounts() for _ in round_.sources]
+    paced = speculation.method != "plain" and speculation.pace == "auto"
     for number, recording in enumerate(recordings):
         stage.take(recording)
         known = recording.prompt + 1
@@ -174,6 +175,7 @@ def replay(
             written = len(result.sequences[0].tokens)
             known += written  # past an end in the last round, where nobody guessed it
             work.rounds += 1
+            work.paced += paced
             work.tokens += written
         work.tokens -= known - len(recording.tokens)
     return work.tokens / stage.seconds(), totals, work

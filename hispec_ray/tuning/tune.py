@@ -14,7 +14,7 @@ from hispec_ray.llm import LLM
 from hispec_ray.model.heads import read_card
 from hispec_ray.speculation.phrases import load_phrases
 from hispec_ray.tuning.costs import ROWS, Costs, measure
-from hispec_ray.tuning.planner import GRID, PLAIN, Bench, Plan, calibrate, describe, families, predict, probes_of
+from hispec_ray.tuning.planner import GRID, PLAIN, Bench, Plan, calibrate, describe, families, predict, probes_of, steady
 from hispec_ray.tuning.recording import Recording, listen, write_texts
 from hispec_ray.tuning.replay import replay
 
@@ -98,8 +98,8 @@ def tune(
     best = _varied([plan for plan in plans if plan.speculation.method != "plain"], checks)
     tell("running the best", 0, 1)
     checked = [next(plan for plan in plans if plan.speculation == PLAIN), *best]
-    for plan, speeds in zip(checked, bench.compare([plan.speculation for plan in checked], runs), strict=True):
-        plan.measured = statistics.median(speeds)
+    for plan, speed in zip(checked, steady(bench.compare([plan.speculation for plan in checked], runs)), strict=True):
+        plan.measured = speed
     drift = (checked[0].measured or 0.0) / checked[0].predicted  # the machine may be faster or slower than when it was timed
     for plan in plans:
         plan.predicted *= drift

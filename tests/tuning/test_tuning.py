@@ -16,7 +16,7 @@ from hispec_ray.config import Settings, SpeculationSettings
 from hispec_ray.speculation.choice import Choices
 from hispec_ray.speculation.pace import Cost
 from hispec_ray.tuning.costs import Besides, Costs, measure
-from hispec_ray.tuning.planner import GRID, PLAIN, calibrate, climb, describe, families, predict, probes_of
+from hispec_ray.tuning.planner import GRID, PLAIN, calibrate, climb, describe, families, predict, probes_of, steady
 from hispec_ray.tuning.recording import Recording, listen, write_texts
 from hispec_ray.tuning.replay import replay
 from hispec_ray.tuning.tune import Tuning, tune
@@ -167,7 +167,7 @@ def test_calibration_foretells_what_plans_take_that_were_not_run(
     machine.besides, machine.scale = besides, scale
 
     class Clockwork:
-        def compare(self, plans: Sequence[SpeculationSettings], runs: int) -> list[list[float]]:
+        def compare(self, plans: Sequence[SpeculationSettings], runs: int, seconds: float) -> list[list[float]]:
             return [[replay(plan, recordings[0.0], machine, LAYERS)[0]] * runs for plan in plans]
 
     starts = list(families((2, 4), heads=None, methods=("single", "hispec"), drafters=("exit", "lookup", "mixed")))
@@ -244,3 +244,21 @@ def test_a_model_that_says_nothing_is_refused_in_one_line(tiny_folder: Any) -> N
     settings = Settings.model_validate({"model": {"path": str(tiny_folder), "threads": 1, "dtype": "float32"}, "cache": {"blocks": 64}})
     with pytest.raises(ValueError, match="too few to measure"):
         tune(settings, [[1, 2, 3]], max_tokens=1)
+
+
+def test_speeds_of_a_machine_that_is_slow_in_turns_are_compared_turn_by_turn() -> None:
+    """Twice and half as fast as the first, in turns of which two are slow; the third plan was held up once."""
+    first = [10.0, 100.0, 90.0, 20.0, 110.0]
+    found = steady([first, [2 * speed for speed in first], [0.5 * speed / (8 if speed == 90 else 1) for speed in first]])
+    assert found == pytest.approx([90.0, 180.0, 45.0])
+
+
+def test_rounds_with_a_pace_cost_more() -> None:
+    plan = SpeculationSettings(method="single", draft_tokens=4)
+    costs = flat(0.001)
+    text = text_that_turns((200,))
+    plainly, paced = (replay(plan.model_copy(update={"pace": pace}), [text], costs, LAYERS)[2] for pace in ("fixed", "auto"))
+    assert (plainly.paced, paced.paced) == (0, paced.rounds)
+    before, costs.pace = costs.seconds(paced), 0.01
+    assert costs.seconds(paced) == pytest.approx(before + 0.01 * paced.rounds)
+    assert costs.seconds(plainly) == pytest.approx(plainly.alone)
