@@ -43,10 +43,9 @@ FAMILIES = (
 
 @dataclass(slots=True)
 class Cell:
-    """One method on one data set at one batch size and temperature. counted: tokens of the last turn that its speed is of."""
+    """One method on one data set at one batch size and temperature. tokens, counts: of a whole turn; speeds: see `decode_under_load`."""
 
     speeds: list[float] = field(default_factory=list)
-    counted: int = 0
     turns: list[list[list[int]]] = field(default_factory=list)  # the answers of each turn
     tokens: int = 0
     counts: list[LevelCounts] = field(default_factory=list)
@@ -97,12 +96,12 @@ def measure(
             llm, cell = make(batch), cells[name]
             prompts = [encoded(llm, item, max_tokens) for item in items]
             params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=i) for i in range(len(items))]
-            seconds, cell.counted, answers = decode_under_load(llm, prompts, params, min(batch, len(items)))
+            seconds, counted, answers = decode_under_load(llm, prompts, params, min(batch, len(items)))
             cell.turns.append(answers)
             cell.tokens = sum(len(answer) - 1 for answer in answers)
             cell.counts = llm.engine.counts
             if turn:
-                cell.speeds.append(cell.counted / seconds)
+                cell.speeds.append(counted / seconds)
             progress.advance(task)
     progress.remove_task(task)
     return cells
@@ -113,8 +112,8 @@ def decode_under_load(
 ) -> tuple[float, int, list[list[int]]]:
     """Decode prompts that wait in the engine's queue.
 
-    Returns the seconds of all steps in which `batch` sequences went on and nothing else was done, the tokens that those steps wrote, and
-    the token ids of each answer.
+    Returns the seconds of all steps in which `batch` sequences had a token and went on, which leaves no place for one that reads its
+    prompt, the tokens that those steps wrote, and the token ids of each answer.
     """
     engine = llm.engine
     answers: dict[str, list[int]] = {}

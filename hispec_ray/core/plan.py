@@ -63,12 +63,13 @@ class Timings:
     """What a round took, in seconds on the clock of who measured it.
 
     passes: (number of the cost in the pace, rows, seconds of one, how many of them, a fraction for a part of one).
-    asked: what a lookup took to say what it guesses.
+    asked: what a lookup took to say what it guesses. learning: what the pace took to learn from rounds before this one, before its start.
     """
 
     start: float = 0.0
     end: float = 0.0
     asked: float = 0.0
+    learning: float = 0.0
     passes: list[tuple[int, int, float, float]] = field(default_factory=list)
 
 

@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hispec_ray.config import Settings
-from hispec_ray.core.plan import Done, LevelCounts, StepPlan, StepResult, Timings
+from hispec_ray.core.plan import Done, LevelCounts, StepPlan, StepResult
 from hispec_ray.model.weights import ModelSource
 from hispec_ray.shard.executor import ShardsLostError
 from hispec_ray.shard.member import Facts, Member, Seat
@@ -223,7 +223,7 @@ def merged(results: Sequence[StepResult]) -> StepResult:
                 passes.append((cost, rows, seconds, times))
             else:
                 passes[at] = (cost, rows, passes[at][2] + seconds, times)
-    timings = Timings(results[0].timings.start, last.timings.end, results[0].timings.asked, passes)
+    timings = replace(results[0].timings, end=last.timings.end, passes=passes)
     return StepResult(last.sequences, counts, timings, last.verdicts)
 
 

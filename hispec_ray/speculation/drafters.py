@@ -21,7 +21,8 @@ from hispec_ray.core.plan import SequencePlan, StepPlan
 from hispec_ray.speculation.phrases import LENGTHS, NONE, TOKEN_BYTES, Phrases, packed
 
 _SPAN = TOKEN_BYTES * LENGTHS[0]
-_CUTS = tuple(_SPAN - TOKEN_BYTES * length for length in LENGTHS)
+"""Bytes of the longest n-gram."""
+_CUTS = tuple(_SPAN - TOKEN_BYTES * length for length in LENGTHS)  # where each length begins in it
 _RANKS = 3
 _FORTUNES = 4  # grades of how well a text was foretold lately: enough that confidence falls within ten tokens that nobody foretold
 _FORTUNE_STEP = 0.1
@@ -65,6 +66,9 @@ class Drafter(Protocol):
         """Take note of what the full depth has written, and of its second choice at each of these tokens."""
 
 
+_UNKNOWN = (None,) * _FORTUNES
+
+
 class _Confidence:
     """How often candidates of each kind were right: of the coarse kinds, and of each in every fortune."""
 
@@ -90,7 +94,10 @@ class _Confidence:
         self._known[first : first + _FORTUNES] = _UNKNOWN
 
     def ranked(self, kinds: Mapping[int, int], foretold: float) -> tuple[float, int | None, float, int | None]:
-        """Return the most confident candidate, and the next one, each behind its confidence; of equals the first. kinds: of candidates."""
+        """Return (confidence, token, next confidence, next token) of the two most confident candidates; of equals the first.
+
+        kinds: by candidate. A token that is not there is None.
+        """
         fortune = fortune_of(foretold)
         best, token, next_best, second = -1.0, None, -1.0, None
         for candidate, kind in kinds.items():
@@ -102,10 +109,8 @@ class _Confidence:
         return best, token, next_best, second
 
 
-_UNKNOWN = (None,) * _FORTUNES
-
-
 def fortune_of(foretold: float) -> int:
+    """Return the grade of a share of tokens that were foretold."""
     return int(foretold * _FORTUNES * 0.999)
 
 

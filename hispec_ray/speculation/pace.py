@@ -7,8 +7,8 @@ Three things are kept, all from the past, so that nothing here can change a text
   look cheap or dear beside one that was. Now and then a round is plain, so that the yardstick stays true.
 * For each sequence, how often each level lately kept what it was shown.
 * Two accounts, of the windows and of a lookup: how much time each has saved against plain decoding lately, and an allowance on every
-  token. What is not known to pay is only tried while its account allows it; so speculation that fails costs no more than the allowance,
-  and neither kind lives on what the other saves.
+  token. What a round may lose is covered by its account; so speculation that fails costs no more than the allowance, what was saved
+  before, and a debt of some steps, and neither kind lives on what the other saves.
 
 Expected tokens of a round follow from the shares as a geometric series (Leviathan et al., arXiv 2211.17192, section 3), level by level.
 
@@ -19,12 +19,12 @@ a token is worth, is more than what a further row costs.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from hispec_ray.core.plan import StepPlan, Timings
+from hispec_ray.speculation.cost import Cost, moved
 
 ALLOWANCE = 0.02
 """Share of the time of plain decoding that may be spent on rounds that do not pay."""
@@ -38,8 +38,6 @@ _STEP = 0.1
 """What a new round counts in a sequence's shares, and in what lies around passes."""
 _NOW = 0.3
 """What a round counts in how fast the machine is."""
-_STEADY = 0.001
-"""What a new time counts at least in a pass's cost: next to nothing, for what moves after so many is the machine, with all its passes."""
 _PRIOR = 0.7
 """A level's share of kept guesses before it was asked."""
 _UNPRICED = 0.3
@@ -50,8 +48,6 @@ _PATIENCE = 8
 """Rounds after which a sequence that is thought not to pay is tried again; twice as many after each try that fails."""
 _MARGIN = 1.02
 """How many times faster than plain decoding a round must look before it is tried without need."""
-_EXACT = 64
-"""Passes of up to so many rows are kept apart by their number; larger ones in buckets, each a quarter wider than the one before."""
 _FORGET = 128
 """Rounds after which choices are made anew, for costs drift, and a round is plain, as the yardstick. Up to there that happens in rounds
 1, 2, 4, 8, 16, 32 and 64, for a process begins cold."""
@@ -61,87 +57,9 @@ _HELD_UP = 2.0
 """A round with guesses that takes more than so many times what was expected was held up by others: the rest is not on its account."""
 _SELDOM = 4
 """Of so many plain rounds of a batch size one is learned from: what passes cost is known by then, and learning takes time too."""
-_MOST_CHOICES = 4096  # that are remembered; each is a batch size and shares to a twentieth
-
-
-def _moved(mean: float, new: float, step: float) -> float:
-    """Return the mean (geometric, for the machine's speed is a factor) with a new measurement that counts `step` in it.
-
-    A pass that was held up (another process, a page fault) says little about the next one: it counts as thrice the mean at most.
-    """
-    return float(mean * min(max(new / mean, 1 / 3), 3.0) ** step) if mean > 0 else new
-
-
-class Cost:
-    """Seconds that something takes, by its number of rows: a mean for each number, lines between.
-
-    A mean is of all its measurements alike, until one would count less than `least` in it.
-    """
-
-    def __init__(self, least: float = _STEADY) -> None:
-        self._least = least
-        self._rows: list[int] = []
-        self._means: list[float] = []
-        self._counts: list[int] = []  # measurements of each
-        self._seconds: list[float] = []  # the means, or what more rows cost where that is less
-
-    def add(self, rows: int, seconds: float) -> None:
-        bucket = rows
-        if rows > _EXACT:
-            bucket = _bucket(rows)
-            seconds *= bucket / rows
-        rows_, means, counts, known = self._rows, self._means, self._counts, self._seconds
-        at = bisect_left(rows_, bucket)
-        if at < len(rows_) and rows_[at] == bucket:
-            counts[at] += 1
-            means[at] = _moved(means[at], seconds, max(1 / counts[at], self._least))
-        else:
-            rows_.insert(at, bucket)
-            means.insert(at, seconds)
-            counts.insert(at, 1)
-            known.insert(at, seconds)
-        first = at
-        while at >= 0:
-            least = means[at]
-            if at + 1 < len(rows_) and known[at + 1] < least:
-                least = known[at + 1]
-            if least == known[at] and at != first:
-                break
-            known[at] = least
-            at -= 1
-
-    def mean(self, rows: int) -> float | None:
-        """What passes of so many rows took themselves; None where none was measured."""
-        at = bisect_left(self._rows, bucket := _bucket(rows))
-        return self._means[at] * rows / bucket if at < len(self._rows) and self._rows[at] == bucket else None
-
-    def slope(self, rows: int, most: int) -> float | None:
-        """Seconds of a further row, on the way from `rows` to as many rows up to `most` as were measured; None where none were."""
-        further = self._rows[bisect_left(self._rows, most + 1) - 1] if self._rows and self._rows[0] <= most else 0
-        return max(0.0, self.of(further) - self.of(rows)) / (further - rows) if further > rows else None
-
-    def of(self, rows: float) -> float:
-        """Expected seconds: between what was measured, by lines; beyond it, on the line from the first to the last; 0 where nothing was."""
-        if rows <= 0 or not self._rows:
-            return 0.0
-        at = bisect_left(self._rows, rows)
-        if at == len(self._rows):
-            first, least = (self._rows[0], self._seconds[0]) if at > 1 else (0, 0.0)
-            row = (self._seconds[-1] - least) / (self._rows[-1] - first)
-            return self._seconds[-1] + row * (rows - self._rows[-1])
-        if at == 0 or self._rows[at] == rows:
-            return self._seconds[at]
-        low, high = self._rows[at - 1], self._rows[at]
-        return self._seconds[at - 1] + (self._seconds[at] - self._seconds[at - 1]) * (rows - low) / (high - low)
-
-
-def _bucket(rows: int) -> int:
-    bucket = _EXACT
-    if rows <= bucket:
-        return rows
-    while bucket < rows:
-        bucket += bucket // 4
-    return bucket
+_MOST_CHOICES = 1024  # that are remembered; each is a batch size and shares to a twentieth
+_SPANS = 3
+"""Rounds that try for a pass with the settings' widest window, once."""
 
 
 class Look(NamedTuple):
@@ -192,10 +110,21 @@ class _Habit:
     rounds: int = 0
     tried: int = -_PATIENCE
     failed: int = 0
-    made: tuple[int, int, int | None] | None = None
+    made: tuple[int, int, float | None] | None = None
     gain: float = 0.0
     windows: tuple[int, ...] = ()
     chosen: tuple[int, ...] = ()
+
+
+class _Account:
+    """Seconds that something has saved against plain decoding lately; or more than saved, below 0."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def book(self, seconds: float, plain: float) -> None:
+        """Add to what was saved. plain: seconds of a plain round, in which the account is bounded."""
+        self.seconds = max(-_CREDIT * plain, min(_CREDIT * plain, self.seconds + seconds))
 
 
 class Pace:
@@ -225,22 +154,23 @@ class Pace:
         self._rows: dict[int, tuple[float, float] | None] = {}  # see `_row`
         self._batch = 0
         self._plain = 0.0  # seconds of this round if it were plain
-        self._stake: int | None = None  # plain steps that a round may lose, from the account of the windows; None for any
+        self._stake: float | None = None  # plain steps that a round may lose, from the account of the windows; None for any
         self._speed = 1.0  # seconds now for what took one when the costs were first known; all that is kept is in seconds of then
         self._rounds = 0
         self._age = 0  # of the costs, when choices are made anew
         self._plainly = False  # this round is for measuring
         self._plain_at: dict[int, int] = {}  # by batch, the last round that turned out plain
         self._looked = 0  # guesses, see _STRANGE
-        self._spanned = False  # whether a round had the settings' own windows: what others cost lies between that and plain decoding
+        self._spanned = False  # whether a pass had the settings' widest window: what others cost lies between that and plain decoding
+        self._spans = 0  # rounds that were to have it
         self._allowance = ALLOWANCE / 2 if lookups and self._options else ALLOWANCE
-        self._by_windows = self._by_lookup = 0.0  # the accounts, in seconds
+        self._by_windows, self._by_lookup = _Account(), _Account()
         self._opened = False  # whether the one of the windows has what it begins with
         self._gain = 1.0  # how many times plain decoding's speed lately
         self._ended: float | None = None
-        self._learning = 0.0  # seconds of learning behind `_ended`, which are no part of the time between rounds
         self._lesson = 0.0  # what learning from a round with guesses takes
-        self._unbooked = 0  # tokens of plain rounds that were not learned from
+        self._taught = False  # whether the last round that was learned from had guesses
+        self._unbooked = 0.0  # seconds of plain rounds that were not learned from
         self._skipped: dict[int, int] = {}  # by batch, such rounds since one was
         self._plains: dict[tuple[int, bool], float] = {}  # what `plain_seconds` said, as the costs stand
 
@@ -252,7 +182,9 @@ class Pace:
         goes_on = any(s.id in self._habits for s in decoding)
         self._rounds += 1
         first = self._rounds < _FORGET  # then at powers of two
-        self._age = 2 * (self._rounds.bit_length() if first else _FORGET + self._rounds // _FORGET) + self._spanned
+        age, self._age = self._age, 2 * (self._rounds.bit_length() if first else _FORGET + self._rounds // _FORGET) + self._spanned
+        if age != self._age:
+            self._choices.clear()
         due = self._rounds & (self._rounds - 1) == 0 if first else self._rounds % _FORGET == 0
         # not where one has turned out plain anyhow
         self._plainly = due and self._plain_at.get(len(decoding), 0) <= (self._rounds // 2 if first else self._rounds - _FORGET // 2)
@@ -271,14 +203,15 @@ class Pace:
             self._plains[batch, alone] = self.plain_seconds(batch, alone)
         self._plain = self._plains[batch, alone]
         if self._plain and not self._opened:
-            self._opened, self._by_windows = True, _START * self._plain
+            self._opened = True
+            self._by_windows.book(_START * self._plain, self._plain)
         self._rows.clear()
-        full = not self._plain or self._by_windows >= 0.9 * _CREDIT * self._plain  # affords everything
-        self._stake = None if full else math.floor(self._by_windows / self._plain + _DEBT)
+        full = not self._plain or self._by_windows.seconds >= 0.9 * _CREDIT * self._plain  # affords everything
+        self._stake = None if full else math.floor(2 * (self._by_windows.seconds / self._plain + _DEBT)) / 2
 
     def takes_lookups(self) -> bool:
         """Whether a lookup's guesses may go straight to the full depth in this round."""
-        return self._plain > 0 and not self._plainly and self._by_lookup > -_DEBT * self._plain
+        return self._plain > 0 and not self._plainly and self._by_lookup.seconds > -_DEBT * self._plain
 
     def prefers(self, id: int, chances: Sequence[float]) -> bool:
         """Whether a lookup's guesses go straight to the full depth: they promise more than the windows. chances: as in `Guess`."""
@@ -319,13 +252,13 @@ class Pace:
         """Return the windows of a sequence that decodes in this round."""
         habit = self._considered(id)
         habit.chosen = self._none
-        if not habit.gain or self._plainly:
+        if not habit.gain or not self._plain or self._plainly:
             return self._none
         if habit.gain >= _MARGIN and habit.windows != self._none:
             habit.tried, habit.failed = habit.rounds, 0
             if self._looked < _STRANGE:
                 habit.chosen = self._smallest()
-            elif self._stake is None and not self._spanned:
+            elif not self._spanned and self._covers(self._windows, habit.shares):
                 habit.chosen = self._windows
             else:
                 habit.chosen = habit.windows
@@ -349,7 +282,11 @@ class Pace:
         """Whether the account covers what a round with these windows is expected to lose, were all the batch alike."""
         plain = self._plain
         loss = self.seconds(self._batch, shares, windows) - plain * _series(shares[-1], windows[-1])
-        return self._by_windows > 0 and self._by_windows >= min(loss, 0.9 * _CREDIT * plain)
+        return self._by_windows.seconds > 0 and self._by_windows.seconds >= min(loss, 0.9 * _CREDIT * plain)
+
+    def _covers(self, windows: tuple[int, ...], shares: Sequence[float]) -> bool:
+        """Whether the account covers a round with these windows that keeps no guess, were all the batch alike."""
+        return self.seconds(self._batch, shares, windows) - self._plain <= self._by_windows.seconds
 
     def _smallest(self) -> tuple[int, ...]:
         """The windows of a round that costs little and still asks every level."""
@@ -358,17 +295,16 @@ class Pace:
     def _best(self, shares: Sequence[float]) -> tuple[float, tuple[int, ...]]:
         """The windows with the most expected tokens a second, and how many times plain decoding's that is, were all the batch alike.
 
-        Of those that the account covers should their round keep no guess; where none is, no windows, with the gain of the best.
+        Only windows whose loss the account covers where no guess is kept; if there are none, no windows, and the gain of the best.
         """
-        key = (self._batch, self._age, *[round(share * 20) for share in shares])
+        if not self._plain:  # to be measured first
+            return 0.0, self._none
+        key = (self._batch, *[round(share * 20) for share in shares])
         ranked = self._choices.get(key)
         if ranked is None:
-            plain = self._plain
-            if not plain:  # to be measured first
-                return 0.0, self._none
             if len(self._choices) > _MOST_CHOICES:
                 self._choices.clear()
-            found = [(self.seconds(self._batch, shares, windows) / plain, windows) for windows in self._options]
+            found = [(self.seconds(self._batch, shares, windows) / self._plain, windows) for windows in self._options]
             ranked = sorted(((_series(shares[-1], windows[-1]) / steps, windows, steps - 1) for steps, windows in found), reverse=True)
             self._choices[key] = ranked
         stake = math.inf if self._stake is None else self._stake
@@ -388,7 +324,7 @@ class Pace:
     def plain_seconds(self, batch: int, alone: bool = True) -> float:
         """Expected seconds of a round of plain decoding; 0 before one of so many sequences was measured.
 
-        One that is not alone cannot be measured: then it is 0 before any was.
+        One that is not alone cannot be measured: it is interpolated, and 0 only before any batch was measured.
         """
         around = self._around.of(batch) if not alone or self._around.mean(batch) is not None else 0.0
         if not around:
@@ -415,23 +351,25 @@ class Pace:
         """
         if begun.number == 1:  # it finds memory cold, and is no measure
             return
-        asked = timings.asked / self._speed
+        taught, self._taught = self._taught, False
         if not looks and not begun.plainly and begun.number > _FORGET and self._around.mean(begun.batch) is not None:
             self._skipped[begun.batch] = (self._skipped.get(begun.batch, 0) + 1) % _SELDOM
             if self._skipped[begun.batch]:
-                self._unbooked += begun.batch
-                self._by_lookup -= asked
-                self._ended, self._learning = timings.end, 0.0
+                self._pass_over(begun, timings)
                 return
         if begun.alone:  # a prompt's passes tell of its length too
             self._clock(timings)
+        asked = timings.asked / self._speed
         told = asked  # seconds of the round that are a pass's or a lookup's
         for number, rows, seconds, times in timings.passes:
             self.costs[number].add(rows, seconds / self._speed)
             told += times * seconds / self._speed
         self._plains.clear()
-        gap = max(0.0, timings.start - self._ended - self._learning) if self._ended is not None and begun.goes_on else 0.0
-        self._ended, self._learning = timings.end, 0.0
+        gap = max(0.0, timings.start - self._ended - timings.learning) if self._ended is not None and begun.goes_on else 0.0
+        self._ended = timings.end
+        if taught:  # rounds with guesses cost that too; plain ones, of which few are learned from, do not
+            self._lesson += _STEP * (min(timings.learning / self._speed, self._plain) - self._lesson)
+        self._taught = bool(looks)
         if not begun.batch:
             return
         spent = (timings.end - timings.start + gap) / self._speed + (self._lesson if looks else 0.0)
@@ -443,16 +381,32 @@ class Pace:
         self._turn_to(begun.batch, begun.alone)
         if self._plain:
             self._settle(self._plain, looks, asked, spent - asked if begun.alone else None)
-        for look in looks:
-            if not look.straight:
-                self._look_at(look)
-                self._spanned |= self._habits[look.id].chosen == self._windows
+        by_windows = [look for look in looks if not look.straight]
+        for look in by_windows:
+            self._look_at(look)
+        self._span(by_windows, timings)
+
+    def _span(self, looks: Sequence[Look], timings: Timings) -> None:
+        """Take note whether a round with the widest windows had a pass of so many rows: an end or a doubt may cut it short."""
+        if not self._spanned and any(self._habits[look.id].chosen == self._windows for look in looks):
+            self._spans += 1
+            wide = any(number == self._top and rows > self._windows[-1] for number, rows, *_ in timings.passes)
+            self._spanned = wide or self._spans == _SPANS
+
+    def _pass_over(self, begun: Begun, timings: Timings) -> None:
+        """Book a plain round without learning from it."""
+        plain = self._plains.get((begun.batch, begun.alone)) or self.plain_seconds(begun.batch, begun.alone)
+        asked = min(timings.asked / self._speed, plain)
+        self._unbooked += plain
+        self._by_lookup.book(-asked, plain)
+        self._gain += _STEP * (plain / (plain + asked) - self._gain)
+        self._ended = timings.end
 
     def _look_at(self, look: Look) -> None:
         """Learn what the levels kept of a sequence's guesses."""
         habit = self._habits[look.id]
-        self._looked += look.seen[-1]
-        if 2 * look.kept[-1] > look.seen[-1]:
+        self._looked += look.seen[-1] or look.tokens - 1
+        if 2 * look.kept[-1] > look.seen[-1] or (not look.seen[-1] and look.tokens > 1):
             habit.failed = 0  # a try that went well is made again soon
         for level, (seen, kept) in enumerate(zip(look.seen, look.kept, strict=True)):
             if seen:
@@ -460,12 +414,6 @@ class Pace:
                 for shares, part in ((habit.shares, weight), (self._usual, weight / 4)):
                     shares[level] += part * (kept / seen - shares[level])
                 habit.made = None
-
-    def learned(self, seconds: float, *, guessed: bool) -> None:
-        """Take note of what `learn` took: rounds with guesses cost that too, and plain ones, of which few are learned from, do not."""
-        self._learning += seconds
-        if guessed:
-            self._lesson += _STEP * (min(seconds / self._speed, self._plain) - self._lesson)
 
     def _clock(self, timings: Timings) -> None:
         """Take note of how fast the machine is, from passes whose cost is known."""
@@ -476,7 +424,7 @@ class Pace:
                 taken += times * seconds
                 expected += times * mean
         if taken and expected:
-            self._speed = _moved(self._speed, taken / expected, _NOW)
+            self._speed = moved(self._speed, taken / expected, _NOW)
 
     def _settle(self, plain: float, looks: Sequence[Look], asked: float, spent: float | None) -> None:
         """Book what a round saved. asked: seconds of a lookup; spent: all others, None where they are not known: then what was expected."""
@@ -503,10 +451,10 @@ class Pace:
                 scale = (spent - plain) / expected
                 extra = [seconds * scale for seconds in extra]
             self._gain += _STEP * (min(tokens * token / (spent + asked), 10.0) - self._gain)
-        allowed, most = self._allowance * (tokens + self._unbooked) * token, _CREDIT * plain
-        self._unbooked = 0
-        self._by_windows = max(-most, min(most, self._by_windows + allowed + saved[0] - extra[0]))
-        self._by_lookup = max(-most, min(most, self._by_lookup + allowed + saved[1] - extra[1] - asked))
+        allowed = self._allowance * (tokens * token + self._unbooked)
+        self._unbooked = 0.0
+        self._by_windows.book(allowed + saved[0] - extra[0], plain)
+        self._by_lookup.book(allowed + saved[1] - extra[1] - asked, plain)
 
 
 def _series(share: float, most: int) -> float:

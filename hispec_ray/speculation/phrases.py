@@ -22,7 +22,7 @@ LENGTHS = (6, 4, 3, 2)
 _TOKEN = Struct("=i")
 TOKEN_BYTES = _TOKEN.size
 packed = _TOKEN.pack
-"""Returns a token as bytes. What are looked up are bytes: of a tuple the hash is reckoned anew with every look, of bytes once."""
+"""Returns a token as bytes. N-grams are bytes since these keep their hash, and tuples do not."""
 AFTER = "after"
 """The tensor with what follows single tokens; those of n-grams have the names of `name_of`."""
 VOCABULARY = "vocabulary"

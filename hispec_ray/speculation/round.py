@@ -126,6 +126,7 @@ class Round:
             self._fill(self._ahead.turn, self._cast.top, self._ahead.turn.state.sequences)
 
     def _begin(self, plan: StepPlan) -> Turn:
+        learning = self._clock()
         if plan.done is None:
             while self._open:
                 open_ = self._open.popleft()
@@ -137,9 +138,10 @@ class Round:
                 if done.verdicts:
                     self._take(open_, done.verdicts)
                 self._learn(open_, done.timings)
+        learning = self._clock() - learning
         begun = self._pace.begin(plan) if self._pace else None
         turn = Turn(plan, RoundState(plan, self._cast.windows, self._doubt.branches, self._model), [LevelCounts() for _ in self.sources])
-        turn.timings.start = self._clock()
+        turn.timings.learning, turn.timings.start = learning, self._clock()
         self._shaper.begin(plan)
         if self._drafter:
             self._drafter.begin(plan)
@@ -167,9 +169,7 @@ class Round:
             return
         guessed = [s for s in open_.turn.state.sequences if s.windows[-1] and s.plan.room]
         looks = [Look(s.plan.id, len(s.tokens) - s.first, len(s.direct), s.seen, s.kept) for s in guessed]
-        begun = self._clock()
         self._pace.learn(open_.begun, looks, timings)
-        self._pace.learned(self._clock() - begun, guessed=bool(looks))
 
     def _end(self, open_: _Open) -> StepResult:
         """Take down what the full depth has committed, for the rounds to come."""

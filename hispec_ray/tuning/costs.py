@@ -17,7 +17,8 @@ from hispec_ray.core.plan import DraftStarts, Rows, SequencePlan, StepPlan, Timi
 from hispec_ray.llm import LLM
 from hispec_ray.model.decoder import Decoder
 from hispec_ray.speculation.choice import Choose
-from hispec_ray.speculation.pace import Cost, Look, Pace
+from hispec_ray.speculation.cost import Cost
+from hispec_ray.speculation.pace import Look, Pace
 
 _STEPS = 8  # guesses of a run that is timed
 _PACED_ROUNDS = 300
@@ -28,9 +29,9 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 @dataclass(slots=True)
 class Work:
-    """What a plan did: seconds of its passes, timed alone, outside of rounds; passes, rounds, tokens written, lookups; rounds with a pace.
+    """What a plan did: seconds of its passes, timed alone, outside of rounds; passes, rounds, tokens written, lookups.
 
-    A run of guesses counts as half a pass.
+    A run of guesses counts as half a pass. paced: rounds that had a pace.
     """
 
     alone: float = 0.0

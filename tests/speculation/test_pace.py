@@ -6,9 +6,15 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
+from fakes import FakeModel, agreeing
+from fakes import Text as FakeText
 
-from hispec_ray.core.plan import SequencePlan, StepPlan, Timings
-from hispec_ray.speculation.pace import ALLOWANCE, LAST_ROW, Begun, Cost, Look, Pace
+from hispec_ray.core.plan import Done, SequencePlan, StepPlan, Timings
+from hispec_ray.speculation.choice import choose_torch
+from hispec_ray.speculation.cost import Cost
+from hispec_ray.speculation.levels import Level
+from hispec_ray.speculation.pace import ALLOWANCE, LAST_ROW, Begun, Look, Pace
+from hispec_ray.speculation.round import Round
 
 Shares = Callable[[int], Sequence[float]]
 """tokens so far -> for each level, the true probability that it keeps a guess."""
@@ -171,6 +177,95 @@ def test_who_decodes_beside_prompts_guesses_too() -> None:
         assert tokens > 2 * batch
 
 
+def test_a_batch_that_was_only_met_beside_prompts_is_measured_once_it_is_alone() -> None:
+    machine = Machine((0, 2, 4), (2, 4, 16), row=0.02)
+    reading = SequencePlan(99, (0,) * 8, 0, (0,), False, 0, 0.0, 0)
+    plans = [SequencePlan(i, (0,), 5, (0,), True, 20, 0.0, 0) for i in range(5)]
+    for _ in range(50):
+        machine.round([[0.95] * 3], plans[:1])
+    for _ in range(20):
+        machine.round([[0.95] * 3] * 6, [*plans, reading])
+    assert machine.round([[0.95] * 3] * 5, plans) == [1] * 5, "no yardstick, no guess"
+    assert sum(machine.round([[0.95] * 3] * 5, plans)) > 10
+
+
+@pytest.mark.parametrize("batch", [1, 4, 8])
+@pytest.mark.parametrize("row", [0.02, 0.2])
+def test_the_widest_windows_are_tried_once_where_the_account_covers_their_failure(batch: int, row: float) -> None:
+    machine = Machine((0, 12, 24), (2, 4, 16), row=row)
+    pace = machine.pace
+    plans = [SequencePlan(i, (0,), 5, (0,), True, 30, 0.0, 0) for i in range(batch)]
+    wide = 0
+    for _ in range(150):
+        spanned, covered = pace._spanned, pace._covers((0, 12, 24), [0.97] * 3)
+        machine.round([[0.97] * 3] * batch, plans)
+        if not spanned and any(pace._habits[i].chosen == (0, 12, 24) for i in range(batch)):
+            wide += 1
+            assert covered
+    assert wide <= 1
+    assert wide or row > 0.02
+    assert pace._by_windows.seconds > -2 * pace._plain
+
+
+def test_debt_narrows_windows_before_it_closes_them() -> None:
+    """The fuller the account, the more may be lost in a round."""
+    machine = Machine((0, 12, 24), (2, 4, 16), row=0.25)
+    plans = [SequencePlan(0, (0,), 5, (0,), True, 30, 0.0, 0)]
+    for _ in range(300):
+        machine.round([[0.98] * 3], plans)
+    pace, found = machine.pace, []
+    for steps in (12, 4, 1, 0, -1, -3):
+        pace._by_windows.seconds = steps * pace._plain
+        pace.begin(StepPlan(tuple(plans)))
+        pace._plainly, pace._habits[0].shares = False, [0.98] * 3
+        chosen = pace.windows(0)
+        if steps < 12 and any(chosen):
+            assert pace.seconds(1, [0.98] * 3, chosen) - pace._plain <= (steps + 2) * pace._plain
+        found.append(chosen[-1])
+    assert found == sorted(found, reverse=True)
+    assert found[0] > found[2] > found[-1] == 0
+
+
+def test_an_ask_that_is_held_up_once_does_not_silence_a_lookup_in_rounds_that_are_passed_over() -> None:
+    pace = Pace((8,), drafts=False)
+    for _ in range(300):
+        for rows in (1, 4):
+            looked_up(pace, rows, 1 + 0.05 * (rows - 1), tokens=rows)
+    for _ in range(4):  # one of which is learned from
+        before = pace._by_lookup.seconds
+        looked_up(pace, 1, 1.0, asked=50.0)
+        assert pace._by_lookup.seconds >= before - 1.3
+    looked_up(pace, 4, 1.15, tokens=4)
+    assert pace._by_lookup.seconds >= -12 * pace._plain
+
+
+def test_ranks_with_clocks_of_their_own_choose_alike() -> None:
+    """What a round took is told to all by one of them; what a rank's own learning takes is its own business."""
+    shared, chosen = random.Random(4), []
+    timings = [1 + 0.3 * shared.random() for _ in range(400)]
+    for rank in range(2):
+        own = random.Random(rank)
+        now, levels = [0.0], (Level("draft", 1, 0), Level("check", 2, 4), Level("full", 4, 8))
+
+        def clock(own: random.Random = own, now: list[float] = now) -> float:
+            now[0] += own.random() * 0.05
+            return now[0]
+
+        round_ = Round(FakeModel(agreeing(0.95, 4)), levels, choose_torch, paced=True, clock=clock)
+        text, mine, done = FakeText(1, [1, 2, 3], 60), [], ()
+        for number in range(60):
+            if len(text.tokens) >= text.limit:
+                text = FakeText(number + 2, [number % 7, 2, 3], 60)
+            part = text.plan(5, 8)
+            result = round_.run(StepPlan((part,), (), done))
+            passes = [(cost, rows, 0.1 * rows, times) for cost, rows, _, times in result.timings.passes]
+            done = (Done(Timings(2.0 * number, 2.0 * number + timings[number], passes=passes)),)
+            text.take(part, result.sequences[0].tokens, result.sequences[0].levels)
+            mine.append(tuple(result.sequences[0].tokens))
+        chosen.append(mine)
+    assert chosen[0] == chosen[1]
+
+
 def test_plain_decoding_alone_takes_nothing_from_the_accounts() -> None:
     """Whatever a round takes besides its passes, and whatever batches came before: no guess, no debt."""
     pace = Pace((0, 2, 4), drafts=True, lookups=True)
@@ -180,15 +275,15 @@ def test_plain_decoding_alone_takes_nothing_from_the_accounts() -> None:
         batch = dice.choice((1, 8, 9, 13, 20)) if number < 1000 else 9
         plan = StepPlan(tuple(SequencePlan(i, (0,), 5, (0,), True, 20, 0.0, 0) for i in range(batch)))
         begun = pace.begin(plan)
-        before = pace._by_windows, pace._by_lookup
+        before = pace._by_windows.seconds, pace._by_lookup.seconds
         start = clock
         passes = [(cost, batch, (1 + 0.1 * batch) * dice.uniform(0.9, 1.3), 1.0) for cost in range(6)]
         clock += sum(seconds for _, _, seconds, _ in passes) + 0.5
         pace.learn(begun, [], Timings(start, clock, passes=passes))
         clock += 0.2
-        most = 8 * pace.plain_seconds(batch)
-        assert min(before[0], most) <= pace._by_windows
-        assert min(before[1], most) <= pace._by_lookup
+        most = 12 * pace.plain_seconds(batch)
+        assert min(before[0], most) <= pace._by_windows.seconds
+        assert min(before[1], most) <= pace._by_lookup.seconds
     assert pace.plain_seconds(9) * pace._speed == pytest.approx(4 * 1.9 * 1.09 + 0.7, rel=0.1)
 
 
@@ -328,7 +423,7 @@ def test_rounds_that_are_not_learned_from_earn_their_allowance() -> None:
             for _ in range(400):
                 pace.learn((one := plain_round(pace, 1, 1.0))[0], [], one[1])
         pace._settle(1.0, [], 0.0, None)
-        accounts.append(pace._by_lookup)
+        accounts.append(pace._by_lookup.seconds)
     assert accounts[0] > 0
     assert accounts[1] == pytest.approx(accounts[0], rel=0.02)
 
@@ -381,9 +476,9 @@ def test_what_learning_takes_is_a_cost_of_guessing_and_not_of_plain_decoding() -
         begun = pace.begin(StepPlan((SequencePlan(1, (0,), 5, (0,), True, 8, 0.0, 0),)))
         rows, seconds = (1, 1.0) if number % 2 else (4, 1.15)
         looks = [Look(1, 2, 3, [], [])] if rows > 1 else []
-        pace.learn(begun, looks, Timings(clock, clock + seconds, passes=[(0, rows, 0.9 * seconds, 1), (1, rows, 0.1 * seconds, 1)]))
-        pace.learned(0.4, guessed=bool(looks))  # between this round and the next
-        clock += seconds + 0.4
+        passes = [(0, rows, 0.9 * seconds, 1.0), (1, rows, 0.1 * seconds, 1.0)]
+        pace.learn(begun, looks, Timings(clock, clock + seconds, learning=0.4, passes=passes))
+        clock += seconds + 0.4  # the next round's learning comes between
     assert pace.plain_seconds(1) * pace._speed == pytest.approx(1.0, rel=0.05)
     assert pace._around_guesses.of(1) == pytest.approx(0.4, rel=0.2)
 

@@ -157,6 +157,21 @@ def test_the_pace_changes_no_token(hierarchy: str, guesser: str, doubt: str, sha
     assert not pays or any(len(done.tokens) > 1 for _, result in steps for done in result.sequences), "nobody's guess was taken"
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_nobody_guesses_ahead_behind_an_end(ends: bool) -> None:
+    """While another process looks at a window that holds an end, there is nothing to guess behind it."""
+    levels, say = levels_of(4), agreeing(ALWAYS, FULL)
+    text = Text(0, [1, 2, 3], 60)
+    wanted = plainly(say, FULL, text.tokens, 10)
+    round_ = Round(FakeModel(say), levels, choose_torch)
+    step(round_, [text], 5, 4)
+    text.ends = frozenset(wanted[6:7]) if ends else text.ends
+    (asked,), _, _ = round_.ask(StepPlan((text.plan(5, 4),)))
+    assert len(asked.tokens) <= 4
+    round_.look_ahead()
+    assert (round_._ahead is None) == ends
+
+
 class Wrong(LookupDrafter):
     """Guesses one token after every other text, which is never the next one."""
 

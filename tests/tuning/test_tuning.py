@@ -14,7 +14,7 @@ from hispec_ray import LLM, SamplingParams
 from hispec_ray.abacus.problems import stream
 from hispec_ray.config import Settings, SpeculationSettings
 from hispec_ray.speculation.choice import Choices
-from hispec_ray.speculation.pace import Cost
+from hispec_ray.speculation.cost import Cost
 from hispec_ray.tuning.costs import Besides, Costs, measure
 from hispec_ray.tuning.planner import GRID, PLAIN, calibrate, climb, describe, families, predict, probes_of, steady
 from hispec_ray.tuning.recording import Recording, listen, write_texts
