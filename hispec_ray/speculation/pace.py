@@ -42,6 +42,8 @@ _PRIOR = 0.7
 """A level's share of kept guesses before it was asked."""
 _UNPRICED = 0.3
 """The least chance at which a guess is taken before it is known what a further row costs."""
+_HOPELESS = 0.95
+"""The least chance from which on a lookup is not even asked: in a large batch a row may cost as much as a token is worth."""
 _STRANGE = 24
 """Guesses that must have been looked at, over all sequences, before the shares are believed; until then windows are small."""
 _PATIENCE = 8
@@ -211,7 +213,9 @@ class Pace:
 
     def takes_lookups(self) -> bool:
         """Whether a lookup's guesses may go straight to the full depth in this round."""
-        return self._plain > 0 and not self._plainly and self._by_lookup.seconds > -_DEBT * self._plain
+        if not self._plain or self._plainly or self._by_lookup.seconds <= -_DEBT * self._plain:
+            return False
+        return self.price(self._top).least < _HOPELESS
 
     def prefers(self, id: int, chances: Sequence[float]) -> bool:
         """Whether a lookup's guesses go straight to the full depth: they promise more than the windows. chances: as in `Guess`."""

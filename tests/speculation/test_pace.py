@@ -239,6 +239,12 @@ def test_an_ask_that_is_held_up_once_does_not_silence_a_lookup_in_rounds_that_ar
     assert pace._by_lookup.seconds >= -12 * pace._plain
 
 
+@pytest.mark.parametrize(("row", "asks"), [(0.05, True), (1.2, False)])
+def test_a_lookup_is_not_asked_where_a_row_costs_what_a_token_is_worth(row: float, asks: bool) -> None:
+    pace = priced(row)
+    assert pace.takes_lookups() == asks
+
+
 def test_ranks_with_clocks_of_their_own_choose_alike() -> None:
     """What a round took is told to all by one of them; what a rank's own learning takes is its own business."""
     shared, chosen = random.Random(4), []
