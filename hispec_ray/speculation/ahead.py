@@ -31,8 +31,7 @@ class Ahead:
         for s in turn.state.sequences:
             base = s.plan.start + len(s.tokens) - 1
             room = min(windows[-1] + 1, len(s.plan.blocks) * memory.block_size - base - 1)
-            over = not s.plan.ends.isdisjoint(s.tokens[s.first :])
-            if s.plan.samples and s.plan.room and s.windows[-1] and s.plan.shape is None and not s.branches and room > 0 and not over:
+            if s.plan.samples and s.plan.room and s.windows[-1] and s.plan.shape is None and not s.branches and room > 0 and not s.over:
                 p = s.plan
                 plans.append(SequencePlan(p.id, (s.tokens[-1],), base, p.blocks, True, room, p.temperature, p.seed, ends=p.ends))
                 kept.append(s)

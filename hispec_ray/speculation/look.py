@@ -222,10 +222,12 @@ class Looker:
                 last += 1
             end, own = min(self.cast.levels[last].depth, self._end), self.cast.levels[last].own
             rows, homes = turn.state.rows(segment, states)
-            hidden = pick(turn.state.held(), in_order(homes)) if segment else self.model.embed(rows)
+            # rows that go from the first layer to the last are never held: nobody asks for their order
+            order = in_order(homes) if segment or last < self.cast.top else slice(0)
+            hidden = pick(turn.state.held(), order) if segment else self.model.embed(rows)
             hidden = self.model.run(depth, end, hidden, rows)
             if last < self.cast.top:
-                turn.state.held()[in_order(homes)] = hidden
+                turn.state.held()[order] = hidden
             if own is not None:
                 hidden = self.model.run(own, own + 1, hidden, rows)
             seconds = self._clock() - begun

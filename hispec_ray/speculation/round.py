@@ -228,7 +228,7 @@ class Round:
 
         Each level above keeps a place for the choice of the one below it.
         """
-        if s.plan.ends and not s.plan.ends.isdisjoint(s.tokens[s.first :]):
+        if s.over:
             return 0
         known, top = len(s.tokens), self._cast.top
         space = s.plan.room - (known - s.settled[top]) - (top - level)

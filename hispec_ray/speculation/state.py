@@ -83,6 +83,11 @@ class SequenceState:
         self.seen = [0] * levels
         self.kept = [0] * levels
 
+    @property
+    def over(self) -> bool:
+        """Whether a tentative token ends the sequence."""
+        return bool(self.plan.ends) and not self.plan.ends.isdisjoint(self.tokens[self.first :])
+
     def drop(self, branches: Sequence[Branch]) -> None:
         for branch in branches:
             self.branches.remove(branch)
