@@ -1,7 +1,8 @@
 """Methods against plain decoding on one engine and the same weights: plans tuned on one half of each data set, run on the other.
 
-Every contestant decodes the same prompts in turn, A B C ... A B C ..., and is compared by the medians of ratios taken in the same
-turn. Each plan has the pace at work, as it is deployed. A text that differs from plain decoding's counts as not identical.
+Every contestant decodes the same prompts beside the others, a tenth of a second each in turn, A B C ... A B C ..., several times over,
+and is compared by the medians of ratios. Each plan has the pace at work, as it is deployed. A text that differs from plain decoding's
+counts as not identical.
 A batch is one of a server under load: who ends makes room for the next in the queue, and what counts are the steps in which all places
 decode and no prompt is read.
 With --deployment nothing is tuned: the plan that a deployment file has is held against plain decoding, on the model that it names.
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,8 +27,8 @@ from hispec_ray import LLM, SamplingParams, Settings
 from hispec_ray.commands.settings import settings_from
 from hispec_ray.config import DEFAULT_MODEL, SpeculationSettings
 from hispec_ray.core.plan import LevelCounts
-from hispec_ray.request import GenerationRequest
 from hispec_ray.shard.shard import levels_for
+from hispec_ray.tuning.contest import contest, engine_for
 from hispec_ray.tuning.planner import PLAIN, describe
 from hispec_ray.tuning.tune import Tuning, tune
 
@@ -43,7 +43,7 @@ FAMILIES = (
 
 @dataclass(slots=True)
 class Cell:
-    """One method on one data set at one batch size and temperature. tokens, counts: of a whole turn; speeds: see `decode_under_load`."""
+    """One method on one data set at one batch size and temperature. tokens, counts: of a whole turn; speeds: see `contest.Decoded`."""
 
     speeds: list[float] = field(default_factory=list)
     turns: list[list[list[int]]] = field(default_factory=list)  # the answers of each turn
@@ -67,16 +67,14 @@ def contestants(tuning: Tuning) -> dict[str, SpeculationSettings]:
     return found
 
 
-def with_heads(plan: SpeculationSettings, heads: str | None) -> SpeculationSettings:
-    return plan.model_copy(update={"exits": plan.exits.model_copy(update={"heads": heads})})
-
-
 def label(method: str, drafter: str) -> str:
     return {"exit": method, "lookup": "lookup" if method == "single" else "lookup + check", "mixed": f"{method} + lookup"}[drafter]
 
 
 def measure(
-    makers: Mapping[str, Callable[[int], LLM]],
+    plans: Mapping[str, SpeculationSettings],
+    settings: Settings,
+    reader: LLM,
     items: Sequence[Item],
     batch: int,
     temperature: float,
@@ -84,55 +82,26 @@ def measure(
     runs: int,
     progress: Progress,
 ) -> dict[str, Cell]:
-    """Let every method decode the items in turn, `runs` times, after one turn that does not count. makers: by batch size.
-
-    Each turn has a fresh engine: what a lookup remembers of the same prompts would be no measure.
-    """
-    cells = {name: Cell() for name in makers}
-    task = progress.add_task("", total=(runs + 1) * len(makers))
+    """Let every method decode the items beside the others, `runs` times, after one turn that does not count. reader: has the weights."""
+    cells = {name: Cell() for name in plans}
+    prompts = [encoded(reader, item, max_tokens) for item in items]
+    params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=i) for i in range(len(items))]
+    longest = max(map(len, prompts)) + max_tokens
+    task = progress.add_task(f"batch {batch}, temperature {temperature}", total=(runs + 1) * len(plans) * len(items))
     for turn in range(runs + 1):
-        for name, make in makers.items():
-            progress.update(task, description=f"batch {batch}, temperature {temperature}: {name}", refresh=True)
-            llm, cell = make(batch), cells[name]
-            prompts = [encoded(llm, item, max_tokens) for item in items]
-            params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=i) for i in range(len(items))]
-            seconds, counted, answers = decode_under_load(llm, prompts, params, min(batch, len(items)))
-            cell.turns.append(answers)
-            cell.tokens = sum(len(answer) - 1 for answer in answers)
+        llms = {name: engine_for(settings, plan, batch, longest, reader) for name, plan in plans.items()}
+        found = contest(list(llms.values()), prompts, params, lambda count: progress.update(task, advance=count, refresh=True))
+        for (name, llm), decoded in zip(llms.items(), found, strict=True):
+            cell = cells[name]
+            cell.turns.append(decoded.answers)
+            cell.tokens = sum(len(answer) - 1 for answer in decoded.answers)
             cell.counts = llm.engine.counts
+            if not decoded.tokens:
+                raise SystemExit(f"no step had {batch} sequences that went on: give more --prompts or --max-tokens, or smaller --batches")
             if turn:
-                cell.speeds.append(counted / seconds)
-            progress.advance(task)
+                cell.speeds.append(decoded.speed)
     progress.remove_task(task)
     return cells
-
-
-def decode_under_load(
-    llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], batch: int
-) -> tuple[float, int, list[list[int]]]:
-    """Decode prompts that wait in the engine's queue.
-
-    Returns the seconds of all steps in which `batch` sequences had a token and went on, which leaves no place for one that reads its
-    prompt, the tokens that those steps wrote, and the token ids of each answer.
-    """
-    engine = llm.engine
-    answers: dict[str, list[int]] = {}
-    for number, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        engine.add(GenerationRequest(f"bench-{number}", tuple(prompt), param))
-        answers[f"bench-{number}"] = []
-    seconds, counted = 0.0, 0
-    while engine.has_work:
-        begun = time.perf_counter()
-        deltas = engine.step()
-        spent = time.perf_counter() - begun
-        if len(deltas) == batch and all(answers[delta.request_id] for delta in deltas):
-            seconds += spent
-            counted += sum(len(delta.token_ids) for delta in deltas)
-        for delta in deltas:
-            answers[delta.request_id] += delta.token_ids
-    if not counted:
-        raise SystemExit(f"no step had {batch} sequences that went on: give more --prompts or --max-tokens, or smaller --batches")
-    return seconds, counted, list(answers.values())
 
 
 def encoded(llm: LLM, item: Item, max_tokens: int) -> tuple[int, ...]:
@@ -220,11 +189,11 @@ def main() -> None:
     settings = settings_of(asked)
     max_tokens = asked.max_tokens or (48 if asked.quick else 200 if settings.model.path == "abacus" else 128)
     runs = asked.runs or (1 if asked.quick else 3)
-    heads = settings.speculation.exits.heads
     asked.model = settings.model.path
     many = max(each, _QUEUED * max(asked.batches))  # of each data set, where there are so many
     sets = data_sets(asked, many)
-    reader = LLM(settings.model_copy(update={"speculation": with_heads(PLAIN, heads)}))
+    exits = PLAIN.exits.model_copy(update={"heads": settings.speculation.exits.heads})
+    reader = LLM(settings.model_copy(update={"speculation": PLAIN.model_copy(update={"exits": exits})}))
     halves = {data.name: data.halves(many) for data in sets}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     tuning: Tuning | None = None
@@ -241,11 +210,10 @@ def main() -> None:
             )  # fmt: skip
             progress.remove_task(task)
             plans = contestants(tuning)
-        makers = {name: partial(engine_for, settings, with_heads(plan, heads), reader) for name, plan in plans.items()}
         results: dict[tuple[str, int, float], dict[str, Cell]] = {}
         for data, batch, temperature in product(sets, asked.batches, asked.temperatures):
             items = halves[data.name][1][: max(each, _QUEUED * batch if batch > 1 else 1)]
-            results[data.name, batch, temperature] = measure(makers, items, batch, temperature, max_tokens, runs, progress)
+            results[data.name, batch, temperature] = measure(plans, settings, reader, items, batch, temperature, max_tokens, runs, progress)
     outcome = Outcome(plans, results)
     found = lines(outcome, sets, {name: half for name, (_, half) in halves.items()}, reader)
     rows = [[shown(line[column]) for column in COLUMNS] for line in found]
@@ -263,12 +231,6 @@ def main() -> None:
             continue
         common.console.print(f"{words} at batch 1: {name} ({describe(plans[name])})", highlight=False)
     common.finish(stem, asked.out, outcome.headline(), {"rows": found, "agreement": tuning.agreement if tuning else None})
-
-
-def engine_for(settings: Settings, plan: SpeculationSettings, reader: LLM, batch: int) -> LLM:
-    """Return a fresh engine for a plan in which `batch` sequences run at a time."""
-    scheduler = settings.scheduler.model_copy(update={"max_sequences": batch, "max_queued": 1 << 20})
-    return LLM(settings.model_copy(update={"speculation": plan, "scheduler": scheduler}), like=reader)
 
 
 def _numbers(kind: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:

@@ -1,6 +1,7 @@
 """`hispec tune` against the machine: what it expects of plans and what they then make, and its pick against every plan of a small grid.
 
-All plans of the grid, the pick and plain decoding write the same texts in turn, A B C ... A B C ..., with the pace at work.
+All plans of the grid, the pick and plain decoding write the same texts beside each other, a tenth of a second each in turn, with the pace
+at work.
 """
 
 from __future__ import annotations
@@ -60,11 +61,12 @@ def main() -> None:
             settings, prompts, max_tokens=asked.max_tokens, runs=runs, like=llm,
             tell=partial(common.tell, progress, task),
         )  # fmt: skip
-        common.tell(progress, task, "running the grid", 0, 1)
         timed = sorted(found.costs.guesses)
         depths = timed[:: max(1, len(timed) // asked.exits)][: asked.exits]
         plans = [*grid(depths, asked.heads), found.chosen]
-        speeds = Bench(settings, found.recordings, asked.max_tokens, like=llm).compare(plans, runs)
+        speeds = Bench(settings, found.recordings, asked.max_tokens, like=llm).compare(
+            plans, runs, tell=partial(common.tell, progress, task, "running the grid")
+        )
     against = [common.median_ratio(speed, speeds[0]) for speed in speeds]
     plain = replay(PLAIN, found.recordings, found.costs, found.layers)[0]
     expected = [replay(plan, found.recordings, found.costs, found.layers)[0] / plain for plan in plans]

@@ -72,11 +72,20 @@ def tune(
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:  # its thread would be measured too
             task = progress.add_task("tuning", total=None)
+            said = ""
+
+            def tell(what: str, done: int, total: int) -> None:
+                nonlocal said
+                progress.update(task, description=what, completed=done, total=total, refresh=True)
+                if what != said and not console.is_terminal:  # where no bar is drawn: a line for each thing
+                    console.print(what, highlight=False)
+                said = what
+
             found = tune(
                 settings, every[:count], max_tokens=max_tokens, temperature=temperature, checks=checks, runs=runs, like=llm,
-                tell=lambda what, done, total: progress.update(task, description=what, completed=done, total=total, refresh=True),
+                tell=tell,
             )  # fmt: skip
-        block = found.settings_block()
+        block = f"{_origin(found, settings)}\n{found.settings_block()}"
         (out / "tune.yaml").write_text(block)
         Console().print(_table(found))
         print(block, end="")
@@ -85,6 +94,19 @@ def tune(
         except ImportError:
             console.print("no figure: matplotlib is not installed")
         console.print(f"written to {out}: the block belongs under `args:` in a deployment file", highlight=False)
+
+
+def _origin(found: Tuning, settings: Settings) -> str:
+    """Say in a comment what the block was measured for."""
+    model = f"{settings.model.path}, {settings.model.dtype}, {settings.model.device}"
+    texts = f"{len(found.recordings)} texts of temperature {found.recordings[0].temperature:g}"
+    chosen = next(plan.measured or 0.0 for plan in found.checked if plan.speculation == found.chosen)
+    return f"# hispec tune: {model}, batch 1, {texts}: {chosen:.1f} tokens/s, {_plain(found):.1f} plainly"
+
+
+def _plain(found: Tuning) -> float:
+    """Tokens a second of plain decoding."""
+    return next(plan.measured or 0.0 for plan in found.checked if plan.speculation.method == "plain")
 
 
 def _table(found: Tuning) -> Table:
@@ -96,7 +118,7 @@ def _table(found: Tuning) -> Table:
     )  # fmt: skip
     for heading in ("plan", "expected", "measured", "against plain"):
         table.add_column(heading, justify="left" if heading == "plan" else "right")
-    plain = next(plan.measured or 0.0 for plan in found.checked if plan.speculation.method == "plain")
+    plain = _plain(found)
     for plan in found.checked:
         measured = plan.measured or 0.0
         table.add_row(plan.name(), f"{plan.predicted:.1f}", f"{measured:.1f}", f"{measured / plain:.2f}")

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from hispec_ray.config import Settings, SpeculationSettings
 from hispec_ray.llm import LLM
-from hispec_ray.request import GenerationRequest, SamplingParams
+from hispec_ray.request import SamplingParams
+from hispec_ray.tuning.contest import contest, engine_for
 from hispec_ray.tuning.costs import Costs, fit
 from hispec_ray.tuning.recording import Recording
 from hispec_ray.tuning.replay import replay
@@ -133,40 +134,43 @@ def predict(
 
 
 class Bench:
-    """Lets plans write the recorded texts, on engines that share the weights of `like`. settings: without a prefix cache."""
+    """Lets plans write the recorded texts one by one, on engines that share the weights of `like`."""
 
     def __init__(self, settings: Settings, recordings: Sequence[Recording], max_tokens: int, like: LLM) -> None:
         self._like = like
         self._settings = settings
         self._prompts = [recording.tokens[: recording.prompt] for recording in recordings]
         self._params = [SamplingParams(max_tokens=max_tokens, temperature=r.temperature, seed=r.seed) for r in recordings]
+        self._tokens = max(map(len, self._prompts)) + max_tokens
 
-    def llm(self, speculation: SpeculationSettings) -> LLM:
-        """Return a fresh engine for a plan: what a lookup remembers of the same prompts would be no measure."""
-        exits = speculation.exits.model_copy(update={"heads": self._settings.speculation.exits.heads})
-        return LLM(self._settings.model_copy(update={"speculation": speculation.model_copy(update={"exits": exits})}), like=self._like)
+    def compare(
+        self,
+        plans: Sequence[SpeculationSettings],
+        runs: int,
+        seconds: float = 0.0,
+        tell: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[list[float]]:
+        """Run plans beside each other in turns, after one that does not count; return each one's tokens a second in each turn.
 
-    def run(self, speculation: SpeculationSettings) -> float:
-        """Decode all prompts one by one; return tokens a second after each one's first."""
-        llm = self.llm(speculation)
-        seconds, tokens = 0.0, 0
-        for prompt, param in zip(self._prompts, self._params, strict=True):
-            spent, (answer,) = decode(llm, [prompt], [param])
-            seconds += spent
-            tokens += len(answer) - 1
-        return tokens / seconds
-
-    def compare(self, plans: Sequence[SpeculationSettings], runs: int, seconds: float = 0.0) -> list[list[float]]:
-        """Run plans in turn (A B C A B C ...), after one run of each that does not count; return each one's tokens a second.
-
-        runs: turns at least; more until so many seconds are over.
+        runs: turns at least; more until so many seconds are over. tell: is told how many answers have ended, and of how many.
         """
-        for plan in plans:
-            self.run(plan)
-        begun = time.perf_counter()
+        total = (runs + 1) * len(plans) * len(self._prompts)
+        done = 0
+
+        def ended(count: int) -> None:
+            nonlocal done
+            done = min(total, done + count)
+            tell(done, total)
+
+        def turn() -> list[float]:
+            engines = [engine_for(self._settings, plan, 1, self._tokens, self._like) for plan in plans]
+            return [decoded.speed for decoded in contest(engines, self._prompts, self._params, ended)]
+
+        turn()
         turns: list[list[float]] = []
+        begun = time.perf_counter()
         while len(turns) < runs or time.perf_counter() - begun < seconds:
-            turns.append([self.run(plan) for plan in plans])
+            turns.append(turn())
         return [list(speeds) for speeds in zip(*turns, strict=True)]
 
 
@@ -179,31 +183,17 @@ def steady(speeds: Sequence[Sequence[float]]) -> list[float]:
     return [usual * statistics.median(one / first for one, first in zip(found, speeds[0], strict=True)) for found in speeds]
 
 
-def decode(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> tuple[float, list[list[int]]]:
-    """Decode prompts together; return the seconds from when all have their first token, and the token ids of each."""
-    engine = llm.engine
-    answers: dict[str, list[int]] = {}
-    for number, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        engine.add(GenerationRequest(f"bench-{number}", tuple(prompt), param))
-        answers[f"bench-{number}"] = []
-    start = time.perf_counter()
-    begun = False
-    early = 0
-    while engine.has_work:
-        for delta in engine.step():
-            answers[delta.request_id] += delta.token_ids
-        if not begun and all(answers.values()):
-            begun, start = True, time.perf_counter()
-            early = sum(map(len, answers.values())) - len(answers)
-    seconds = time.perf_counter() - start
-    total = sum(len(answer) - 1 for answer in answers.values())
-    return seconds * total / max(1, total - early), list(answers.values())
-
-
-def calibrate(bench: Bench, recordings: Sequence[Recording], costs: Costs, layers: int, probes: Sequence[SpeculationSettings]) -> None:
+def calibrate(
+    bench: Bench,
+    recordings: Sequence[Recording],
+    costs: Costs,
+    layers: int,
+    probes: Sequence[SpeculationSettings],
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
     """Run plain decoding and some other plans, and fit to them what lies around passes. The bench writes these recordings' texts."""
     plans = [PLAIN, *(probe.model_copy(update={"pace": "fixed"}) for probe in probes)]
-    speeds = steady(bench.compare(plans, _CALIBRATION_TURNS, _CALIBRATION_SECONDS))
+    speeds = steady(bench.compare(plans, _CALIBRATION_TURNS, _CALIBRATION_SECONDS, tell))
     works = [replay(plan, recordings, costs, layers)[2] for plan in plans]
     fit(costs, works, [work.tokens / speed for work, speed in zip(works, speeds, strict=True)])
 

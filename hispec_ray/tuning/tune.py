@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -92,13 +93,14 @@ def tune(
     starts = list(families(depths, heads=heads, methods=("single", "hispec"), drafters=drafters, phrases=settings.speculation.phrases))
     tell("timing rounds", 0, 1)
     few = recordings[:_CALIBRATION_TEXTS]
-    calibrate(Bench(plain, few, max_tokens, like=llm), few, costs, layers, probes_of(starts))
+    calibrate(Bench(plain, few, max_tokens, like=llm), few, costs, layers, probes_of(starts), partial(tell, "timing rounds"))
     bench = Bench(plain, recordings, max_tokens, like=llm)
     plans = predict(recordings, costs, layers, starts, lambda done: tell("predicting plans", done, len(starts)))
     best = _varied([plan for plan in plans if plan.speculation.method != "plain"], checks)
     tell("running the best", 0, 1)
     checked = [next(plan for plan in plans if plan.speculation == PLAIN), *best]
-    for plan, speed in zip(checked, steady(bench.compare([plan.speculation for plan in checked], runs)), strict=True):
+    speeds = bench.compare([plan.speculation for plan in checked], runs, tell=partial(tell, "running the best"))
+    for plan, speed in zip(checked, steady(speeds), strict=True):
         plan.measured = speed
     drift = (checked[0].measured or 0.0) / checked[0].predicted  # the machine may be faster or slower than when it was timed
     for plan in plans:

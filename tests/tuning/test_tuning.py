@@ -167,7 +167,7 @@ def test_calibration_foretells_what_plans_take_that_were_not_run(
     machine.besides, machine.scale = besides, scale
 
     class Clockwork:
-        def compare(self, plans: Sequence[SpeculationSettings], runs: int, seconds: float) -> list[list[float]]:
+        def compare(self, plans: Sequence[SpeculationSettings], runs: int, seconds: float, tell: object) -> list[list[float]]:
             return [[replay(plan, recordings[0.0], machine, LAYERS)[0]] * runs for plan in plans]
 
     starts = list(families((2, 4), heads=None, methods=("single", "hispec"), drafters=("exit", "lookup", "mixed")))
