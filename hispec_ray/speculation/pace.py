@@ -57,6 +57,8 @@ LAST_ROW = 0.5
 """What the last row of a run of guesses counts: a guess without head and choice."""
 _HELD_UP = 2.0
 """A round with guesses that takes more than so many times what was expected was held up by others: the rest is not on its account."""
+_PAUSE = 0.02
+"""Seconds. A time between two rounds that is longer, and longer than a round, is a pause of whoever asks for them."""
 _SELDOM = 4
 """Of so many plain rounds of a batch size one is learned from: what passes cost is known by then, and learning takes time too."""
 _MOST_CHOICES = 1024  # that are remembered; each is a batch size and shares to a twentieth
@@ -370,6 +372,8 @@ class Pace:
             told += times * seconds / self._speed
         self._plains.clear()
         gap = max(0.0, timings.start - self._ended - timings.learning) if self._ended is not None and begun.goes_on else 0.0
+        if gap > max(timings.end - timings.start, _PAUSE):
+            gap = 0.0
         self._ended = timings.end
         if taught:  # rounds with guesses cost that too; plain ones, of which few are learned from, do not
             self._lesson += _STEP * (min(timings.learning / self._speed, self._plain) - self._lesson)
