@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCES = {"kernels.cpp": (), "draft.cpp": (), "choice.cpp": ("-ffp-contract=off",)}
+SOURCES = {"kernels.cpp": (), "draft.cpp": (), "choice.cpp": ("-ffp-contract=off",), "lookup.cpp": ("-ffp-contract=off",)}
 HEADERS = ("model.h", "team.h")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-pthread", "-fPIC")
 

@@ -26,6 +26,7 @@ from hispec_ray.speculation.choice import Choose, choose_native, choose_together
 from hispec_ray.speculation.drafters import Drafter, LookupDrafter
 from hispec_ray.speculation.grammar import Grammars
 from hispec_ray.speculation.levels import Doubt, Level, Model
+from hispec_ray.speculation.native_lookup import NativeLookup
 from hispec_ray.speculation.phrases import NONE, load_phrases
 from hispec_ray.speculation.round import Round
 from hispec_ray.speculation.upper import Upper
@@ -68,7 +69,11 @@ def drafter_for(speculation: SpeculationSettings, vocabulary: int | None = None)
     """Return the drafter that is no exit, where the settings want one. vocabulary: as `load_phrases` takes it, and raises."""
     if not looks_up(speculation):
         return None
-    return LookupDrafter(load_phrases(speculation.phrases, vocabulary) if speculation.phrases else NONE)
+    phrases = load_phrases(speculation.phrases, vocabulary) if speculation.phrases else NONE
+    try:
+        return NativeLookup(phrases)
+    except NativeUnavailableError:
+        return LookupDrafter(phrases)
 
 
 def round_for(

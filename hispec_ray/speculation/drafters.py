@@ -13,11 +13,13 @@ or not; so confidence follows the text down and up again. Whatever is guessed, t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from hispec_ray.core.plan import SequencePlan, StepPlan
+from hispec_ray.core.plan import StepPlan
 from hispec_ray.speculation.phrases import LENGTHS, NONE, TOKEN_BYTES, Phrases, packed
 
 _SPAN = TOKEN_BYTES * LENGTHS[0]
@@ -35,8 +37,10 @@ _START = 0.4
 """Confidence in a kind of candidates that was never seen."""
 _WEIGHT = 20.0
 """How many candidates of a finer kind it takes to believe it as much as the coarser one that it is part of."""
-_MOST_NEW = 32
+MOST_NEW = 32
 """Written tokens that are learned from at once. A text that was not asked about for longer teaches nothing when it ends."""
+ENTRIES = 500_000
+"""N-grams of other texts that are kept."""
 _MEMORY = 100
 """Candidates of a kind after which older ones fade."""
 
@@ -114,24 +118,88 @@ def fortune_of(foretold: float) -> int:
     return int(foretold * _FORTUNES * 0.999)
 
 
+class _News:
+    """What of a text is not taken up yet: that happens when the next guess is asked for, so a sequence that decodes plainly costs nothing.
+
+    length: tokens in all. read: the prompt's; written: the full depth's, behind these, with its second choices. asked: whether anybody
+    has asked for a guess.
+    """
+
+    __slots__ = ("asked", "length", "read", "seconds", "written")
+
+    def __init__(self, history: Sequence[int]) -> None:
+        self.read = list(history)
+        self.length = len(self.read)
+        self.written: list[int] = []
+        self.seconds: list[int] = []
+        self.asked = False
+
+
+@lru_cache(maxsize=2)
+def _by_gram(phrases: Phrases) -> tuple[dict[bytes, int], dict[bytes, tuple[int, int]]]:
+    """By n-gram, and by token; see `Phrases`."""
+    follows = {b"".join(map(packed, gram)): token for grams in phrases.grams.values() for *gram, token in grams.tolist()}
+    return follows, {packed(token): (first, second) for token, first, second in phrases.after.tolist()}
+
+
+class Lookup(ABC):
+    """Keeps what is new of each text, for who looks up."""
+
+    def __init__(self) -> None:
+        self._news: dict[int, _News] = {}
+
+    @abstractmethod
+    def _start(self, id: int, ends: Collection[int]) -> None:
+        """Begin a text, anew where there is one. ends: tokens that end it."""
+
+    @abstractmethod
+    def _take_up(self, id: int) -> None:
+        """Learn from what is new of a text."""
+
+    @abstractmethod
+    def _forget(self, id: int) -> None:
+        """Let a text go."""
+
+    def begin(self, plan: StepPlan) -> None:
+        for id in plan.ended:
+            news = self._news.get(id)
+            if news is None:
+                continue
+            if news.asked and len(news.written) <= MOST_NEW:
+                self._take_up(id)
+            self._forget(id)
+            del self._news[id]
+        for sequence in plan.sequences:
+            news = self._news.get(sequence.id)
+            if news is None or sequence.history is not None:
+                news = self._news[sequence.id] = _News(sequence.history or ())
+                self._start(sequence.id, sequence.ends)
+            known = news.length - sequence.start
+            if known < len(sequence.tokens):  # the last one committed is known already
+                assert not news.written, "a prompt ends before its text is written"
+                news.read += sequence.tokens[known:]
+                news.length = sequence.start + len(sequence.tokens)
+
+    def committed(self, id: int, tokens: Sequence[int], seconds: Sequence[int]) -> None:
+        news = self._news[id]
+        news.written += tokens
+        news.seconds += seconds
+        news.length += len(tokens)
+
+
 class _Text:
     """A sequence, what followed each n-gram in it last, and the share of tokens that were foretold lately.
 
-    What is written is taken up when the next guess is asked for: a sequence that decodes plainly costs nothing, and teaches nothing.
-    length: tokens in all. tail: the last ones that were taken up, at most as many as the longest n-gram has, packed.
+    tail: the last tokens that were taken up, at most as many as the longest n-gram has, packed.
     """
 
-    __slots__ = ("asked", "ends", "follows", "foretold", "length", "new", "tail", "unread")
+    __slots__ = ("ends", "follows", "foretold", "tail")
 
-    def __init__(self, sequence: SequencePlan) -> None:
-        self.ends = sequence.ends
-        self.unread = list(sequence.history or ())  # tokens of the prompt that come before the new ones
-        self.length = len(self.unread)
-        self.new: list[tuple[Sequence[int], Sequence[int]]] = []  # written, with second choices, and not yet taken up
+    def __init__(self, ends: Collection[int]) -> None:
+        self.ends = ends
         self.tail = b""
         self.follows: dict[bytes, int] = {}
         self.foretold = 0.5
-        self.asked = False
 
     def read(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -152,42 +220,31 @@ def grams_of(tail: bytes) -> list[bytes]:
     return [tail[cut - short :] for cut in _CUTS if cut >= short]
 
 
-class LookupDrafter:
-    """See the module. phrases: known beforehand; entries: n-grams of other texts that are kept besides, about 200 bytes each."""
+class LookupDrafter(Lookup):
+    """See the module; in Python, for where there is no compiler (see `native_lookup`).
 
-    def __init__(self, phrases: Phrases = NONE, entries: int = 500_000) -> None:
-        self.entries = entries
-        self._phrases = phrases
+    phrases: known beforehand; entries: n-grams of other texts that are kept besides, about 200 bytes each.
+    """
+
+    def __init__(self, phrases: Phrases = NONE, entries: int = ENTRIES) -> None:
+        super().__init__()
+        self._entries = entries
+        self._phrases, self._phrases_after = _by_gram(phrases)
         self._texts: dict[int, _Text] = {}
         self._follows: OrderedDict[bytes, int] = OrderedDict()  # over all texts, oldest first
         self._after: dict[bytes, tuple[int, int]] = {}
         self._confidence = _Confidence()
 
-    def begin(self, plan: StepPlan) -> None:
-        for id in plan.ended:
-            text = self._texts.pop(id, None)
-            if text is not None and text.asked and sum(len(tokens) for tokens, _ in text.new) <= _MOST_NEW:
-                self._take_up(text)
-        for sequence in plan.sequences:
-            text = self._texts.get(sequence.id)
-            if text is None or sequence.history is not None:
-                text = self._texts[sequence.id] = _Text(sequence)
-            known = text.length - sequence.start
-            if known < len(sequence.tokens):  # the last one committed is known already
-                assert not text.new, "a prompt ends before its text is written"
-                text.unread += sequence.tokens[known:]
-                text.length = sequence.start + len(sequence.tokens)
+    def _start(self, id: int, ends: Collection[int]) -> None:
+        self._texts[id] = _Text(ends)
 
-    def committed(self, id: int, tokens: Sequence[int], seconds: Sequence[int]) -> None:
-        if tokens:
-            text = self._texts[id]
-            text.new.append((tokens, seconds))
-            text.length += len(tokens)
+    def _forget(self, id: int) -> None:
+        del self._texts[id]
 
     def propose(self, id: int, tentative: Sequence[int], most: int, least: float, each: float = 0.0) -> list[Guess]:
+        self._take_up(id)
+        self._news[id].asked = True
         text = self._texts[id]
-        self._take_up(text)
-        text.asked = True
         tail, foretold, ends = text.tail, text.foretold, text.ends
         for token in tentative[-LENGTHS[0] :]:
             tail = (tail + packed(token))[-_SPAN:]
@@ -206,18 +263,14 @@ class LookupDrafter:
             foretold += _FORTUNE_STEP * (1.0 - foretold)
         return guesses
 
-    def _take_up(self, text: _Text) -> None:
+    def _take_up(self, id: int) -> None:
         """Hold the candidates against what was written, and remember it; of a text that was not asked about for long, its end."""
-        text.read(text.unread)
-        text.unread.clear()
-        if not text.new:
-            return
-        new = [pair for tokens, seconds in text.new for pair in zip(tokens, seconds, strict=True)]
-        text.new.clear()
-        late = max(0, len(new) - _MOST_NEW)
-        text.read([token for token, _ in new[:late]])
+        text, news = self._texts[id], self._news[id]
+        late = max(0, len(news.written) - MOST_NEW)
+        text.read(news.read)
+        text.read(news.written[:late])
         confidence, others = self._confidence, self._follows
-        for token, second in new[late:]:
+        for token, second in zip(news.written[late:], news.seconds[late:], strict=True):
             tail = text.tail
             grams = grams_of(tail)
             if tail:
@@ -232,7 +285,9 @@ class LookupDrafter:
                 others[gram] = token
                 others.move_to_end(gram)
             text.note(grams, token)
-        while len(others) > self.entries:
+        for taken in (news.read, news.written, news.seconds):
+            taken.clear()
+        while len(others) > self._entries:
             others.popitem(last=False)
 
     def _candidates(self, text: _Text, tail: bytes, grams: Sequence[bytes]) -> dict[int, int]:
@@ -250,13 +305,13 @@ class LookupDrafter:
         for at, gram in enumerate(grams, number + 1):
             token = others.get(gram)
             if token is None:
-                token = phrases.follows.get(gram)
+                token = phrases.get(gram)
             if token is not None:
                 kind = kinds.get(token, 0)
                 if kind % _OWN == 0:
                     kinds[token] = kind + at * _OTHERS
         last = tail[-TOKEN_BYTES:]
-        after = self._after.get(last) or phrases.after.get(last)
+        after = self._after.get(last) or self._phrases_after.get(last)
         if after is not None:
             first, second = after
             kinds[first] = kinds.get(first, 0) + 1

@@ -7,12 +7,15 @@ themselves; here what followed n-grams more than once is counted beforehand, and
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from struct import Struct
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from hispec_ray.config import DEFAULT_MODEL
@@ -30,18 +33,18 @@ VOCABULARY = "vocabulary"
 _OWN = Path(__file__).with_name("smollm2-135m-instruct.phrases.safetensors")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Phrases:
-    """follows: by n-gram, the token that followed it most often; after: by token, the two that did, the same twice where only one has.
+    """grams: by length, `[N, length + 1]`: n-grams, each with the token that followed it most often.
 
-    N-grams are the bytes of their tokens, see `packed`.
+    after: `[N, 3]`: a token and the two that followed it most often, the same twice where only one has.
     """
 
-    follows: dict[bytes, int] = field(default_factory=dict)
-    after: dict[bytes, tuple[int, int]] = field(default_factory=dict)
+    grams: Mapping[int, NDArray[np.int32]]
+    after: NDArray[np.int32]
 
 
-NONE = Phrases()
+NONE = Phrases({}, np.empty((0, 3), dtype=np.int32))
 
 
 def name_of(length: int) -> str:
@@ -85,5 +88,5 @@ def _read(file: Path, changed: int) -> tuple[int, Phrases]:
             raise ValueError(f"{name} is {tensor.dtype} of shape {list(tensor.shape)}; it must be uint16 or int32 in {columns} columns")
         if len(tensor) and not 0 <= tensor.numpy().min() <= tensor.numpy().max() < int(vocabulary):
             raise ValueError(f"{name} has ids outside 0 to {int(vocabulary) - 1}")
-    follows = {b"".join(map(packed, gram)): token for length in LENGTHS for *gram, token in tensors[name_of(length)].tolist()}
-    return int(vocabulary), Phrases(follows, {packed(token): (first, second) for token, first, second in tensors[AFTER].tolist()})
+    numbers = {name: np.ascontiguousarray(tensor.numpy(), dtype=np.int32) for name, tensor in tensors.items()}
+    return int(vocabulary), Phrases({length: numbers[name_of(length)] for length in LENGTHS}, numbers[AFTER])

@@ -30,6 +30,7 @@ def write_heads(path: Path, tensors: Mapping[str, torch.Tensor], card: Card) -> 
     with whole(path, scratch, card_scratch):
         save_tensors(tensors, scratch)
         card_scratch.write_text(card.model_dump_json(indent=1))
+        card_path(path).unlink(missing_ok=True)  # whoever is killed here leaves weights without a card, not with another's
         scratch.rename(path)
         card_scratch.rename(card_path(path))
 

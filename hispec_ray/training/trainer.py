@@ -244,6 +244,8 @@ class _Loop:
             found, _ = self.engine.load_checkpoint(str(self.checkpoints), tag=path.name, load_module_strict=not self.some_frozen)
             if found is None:
                 raise ValueError("it has no weights")
+            if (found_of := len(list(path.glob("*_optim_states.pt")))) < self.world:  # DeepSpeed would go on without
+                raise ValueError(f"it has {found_of} of {self.world} files of the optimizer")
         except Exception as error:  # of pickle, zip and DeepSpeed, whatever they find first
             raise ValueError(
                 f"the checkpoint {path} is damaged ({one_line(error)}); delete it to go on from an older one, or to begin anew"
