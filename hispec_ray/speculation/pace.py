@@ -458,7 +458,7 @@ class Pace:
                 spent = min(spent, _HELD_UP * (plain + expected))
                 scale = (spent - plain) / expected
                 extra = [seconds * scale for seconds in extra]
-            self._gain += _STEP * (min(tokens * token / (spent + asked), 10.0) - self._gain)
+            self._gain += _STEP * (tokens * token / max(spent + asked, 0.1 * tokens * token) - self._gain)
         allowed = self._allowance * (tokens * token + self._unbooked)
         self._unbooked = 0.0
         self._by_windows.book(allowed + saved[0] - extra[0], plain)

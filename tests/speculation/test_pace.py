@@ -420,6 +420,26 @@ def test_plain_rounds_that_overlap_go_on_to_tell_what_plain_decoding_costs() -> 
     assert [pace.plain_seconds(batch) * pace._speed for batch in (1, 2)] == [pytest.approx(2.0, rel=0.1), pytest.approx(4.0, rel=0.1)]
 
 
+def test_a_pause_between_two_rounds_is_no_rounds_time() -> None:
+    """Whoever asks for rounds does something else after every second round; what lies between the others is decoding's."""
+    pace, now = Pace((8,), drafts=False), 0.0
+    for number in range(120):
+        begun, timings = plain_round(pace, 1, 0.05)
+        timings.start, timings.end = now, now + 0.05
+        pace.learn(begun, [], timings)
+        now += 0.05 + (3.0 if number % 2 else 0.01)
+    assert pace.plain_seconds(1) * pace._speed == pytest.approx(0.06, rel=0.1)
+
+
+def test_a_round_that_took_no_time_by_the_clock_is_learned_from() -> None:
+    pace = Pace((8,), drafts=False)
+    for seconds in (1.0, 1.0, 0.0, 0.0):
+        begun, timings = plain_round(pace, 1, seconds)
+        timings.passes.clear()
+        pace.learn(begun, [], timings)
+    assert pace.plain_seconds(1) > 0
+
+
 def test_rounds_that_are_not_learned_from_earn_their_allowance() -> None:
     accounts = []
     for seldom in (1, 4):

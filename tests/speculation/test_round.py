@@ -146,7 +146,7 @@ def test_the_pace_changes_no_token(hierarchy: str, guesser: str, doubt: str, sha
     dice, now = random.Random(hierarchy + guesser), [0.0]
 
     def clock() -> float:
-        now[0] += dice.choice((0.0, 0.001, 0.01, 0.2))
+        now[0] += dice.choice((0.0, 0.00001, 0.0001, 0.002))
         return now[0]
 
     steps = finish(Round(FakeModel(say), levels, choose_torch, drafter, DOUBTS[doubt], paced=True, clock=clock), texts, levels)
