@@ -172,6 +172,7 @@ class Pace:
         self._opened = False  # whether the one of the windows has what it begins with
         self._gain = 1.0  # how many times plain decoding's speed lately
         self._ended: float | None = None
+        self._gap = 0.0  # seconds between the last two rounds, pauses aside
         self._lesson = 0.0  # what learning from a round with guesses takes
         self._taught = False  # whether the last round that was learned from had guesses
         self._unbooked = 0.0  # seconds of plain rounds that were not learned from
@@ -372,8 +373,7 @@ class Pace:
             told += times * seconds / self._speed
         self._plains.clear()
         gap = max(0.0, timings.start - self._ended - timings.learning) if self._ended is not None and begun.goes_on else 0.0
-        if gap > max(timings.end - timings.start, _PAUSE):
-            gap = 0.0
+        gap = self._gap = gap if gap <= max(timings.end - timings.start, _PAUSE) else self._gap
         self._ended = timings.end
         if taught:  # rounds with guesses cost that too; plain ones, of which few are learned from, do not
             self._lesson += _STEP * (min(timings.learning / self._speed, self._plain) - self._lesson)
