@@ -12,12 +12,13 @@ Three things are kept, all from the past, so that nothing here can change a text
 
 Expected tokens of a round follow from the shares as a geometric series (Leviathan et al., arXiv 2211.17192, section 3), level by level.
 
-A lookup's guesses are weighed one by one instead, for it says how sure it is of each: one pays where its chance of being right, times what
-a token is worth, is more than what a further row costs.
+A lookup's guesses are weighed one by one instead, for it says how sure it is of each: they pay where their chances of being right, times
+what a token is worth, are more than what further rows cost; so many of all that it has for the batch are taken as pay most.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ _UNPRICED = 0.3
 """The least chance at which a guess is taken before it is known what a further row costs."""
 _HOPELESS = 0.95
 """The least chance from which on a lookup is not even asked: in a large batch a row may cost as much as a token is worth."""
+_FEW = (2, 4, 8)
+"""Further rows of which the cheapest say whether a lookup is asked, see `Pace.take`."""
 _STRANGE = 24
 """Guesses that must have been looked at, over all sequences, before the shares are believed; until then windows are small."""
 _PATIENCE = 8
@@ -55,10 +58,12 @@ _FORGET = 128
 1, 2, 4, 8, 16, 32 and 64, for a process begins cold."""
 LAST_ROW = 0.5
 """What the last row of a run of guesses counts: a guess without head and choice."""
+_TURNS = 1.15
+"""A machine whose passes take so many times what they did, or as much less, turns slow or fast."""
 _HELD_UP = 2.0
 """A round with guesses that takes more than so many times what was expected was held up by others: the rest is not on its account."""
-_PAUSE = 0.02
-"""Seconds. A time between two rounds that is longer, and longer than a round, is a pause of whoever asks for them."""
+_PAUSE, _PAUSE_SHARE = 0.01, 0.25
+"""Seconds, and share of a round: a time between two rounds that is longer than both is a pause of whoever asks for them."""
 _SELDOM = 4
 """Of so many plain rounds of a batch size one is learned from: what passes cost is known by then, and learning takes time too."""
 _MOST_CHOICES = 1024  # that are remembered; each is a batch size and shares to a twentieth
@@ -214,11 +219,12 @@ class Pace:
         full = not self._plain or self._by_windows.seconds >= 0.9 * _CREDIT * self._plain  # affords everything
         self._stake = None if full else math.floor(2 * (self._by_windows.seconds / self._plain + _DEBT)) / 2
 
-    def takes_lookups(self) -> bool:
-        """Whether a lookup's guesses may go straight to the full depth in this round."""
+    def asks(self) -> float | None:
+        """The least chance at which a lookup's guess may go straight to the full depth in this round; None where it is not asked."""
         if not self._plain or self._plainly or self._by_lookup.seconds <= -_DEBT * self._plain:
-            return False
-        return self.price(self._top).least < _HOPELESS
+            return None
+        least = self.price(self._top).least
+        return least if least < _HOPELESS else None
 
     def prefers(self, id: int, chances: Sequence[float]) -> bool:
         """Whether a lookup's guesses go straight to the full depth: they promise more than the windows. chances: as in `Guess`."""
@@ -236,11 +242,35 @@ class Pace:
         if row is None or not self._plain:
             return Price(_UNPRICED, 0.0)
         look, later = row
+        if level == self._top:  # how many rows there will be is not known yet: see `take`
+            look = min(look, *(self._extra(rows) / rows for rows in _FEW))
         worth = self._plain / self._batch / max(1.0, self._gain) - later  # of a guess that this level keeps
         if worth <= 0:
             return Price(1.0, 0.0)
         each = self._habits[id].shares[self._bottom] - self.guess.of(self._batch) / worth if id is not None else 0.0
         return Price(min(1.0, look / worth), each)
+
+    def take(self, offers: Sequence[Sequence[float]]) -> list[int]:
+        """How many of each sequence's guesses go to the full depth: as many as make its pass worth most.
+
+        A pass costs by steps, for processors run some rows at a time: one guess may fill a step up that another began.
+        offers: chances of each sequence's guesses, as in `Guess`: they fall.
+        """
+        if not self._plain or self._row(self._top) is None:
+            return [len(offer) for offer in offers]
+        token = self._plain / self._batch / max(1.0, self._gain)
+        least, best, worth = math.inf, 0.0, 0.0
+        for rows, chance in enumerate(sorted(itertools.chain.from_iterable(offers), reverse=True), 1):
+            worth += chance * token
+            saved = worth - self._extra(rows)
+            if saved > best:
+                least, best = chance, saved
+        return [sum(chance >= least for chance in offer) for offer in offers]
+
+    def _extra(self, rows: int) -> float:
+        """Expected seconds of so many rows beside those of plain decoding, in a pass of all layers."""
+        costs = (*self.segments, self.heads[self._top])
+        return sum(max(0.0, cost.of(self._batch + rows) - cost.of(self._batch)) for cost in costs)
 
     def _row(self, level: int) -> tuple[float, float] | None:
         """Seconds of a further row in all that is run until `level` has looked, and in what is behind it; None where none was measured."""
@@ -364,16 +394,16 @@ class Pace:
             if self._skipped[begun.batch]:
                 self._pass_over(begun, timings)
                 return
-        if begun.alone:  # a prompt's passes tell of its length too
-            self._clock(timings)
+        steady = self._clock(timings) if begun.alone else True  # a prompt's passes tell of its length too
         asked = timings.asked / self._speed
         told = asked  # seconds of the round that are a pass's or a lookup's
         for number, rows, seconds, times in timings.passes:
-            self.costs[number].add(rows, seconds / self._speed)
+            if steady or self.costs[number].mean(rows) is None:
+                self.costs[number].add(rows, seconds / self._speed)
             told += times * seconds / self._speed
         self._plains.clear()
         gap = max(0.0, timings.start - self._ended - timings.learning) if self._ended is not None and begun.goes_on else 0.0
-        gap = self._gap = gap if gap <= max(timings.end - timings.start, _PAUSE) else self._gap
+        gap = self._gap = gap if gap <= max(_PAUSE_SHARE * (timings.end - timings.start), _PAUSE) else self._gap
         self._ended = timings.end
         if taught:  # rounds with guesses cost that too; plain ones, of which few are learned from, do not
             self._lesson += _STEP * (min(timings.learning / self._speed, self._plain) - self._lesson)
@@ -423,8 +453,11 @@ class Pace:
                     shares[level] += part * (kept / seen - shares[level])
                 habit.made = None
 
-    def _clock(self, timings: Timings) -> None:
-        """Take note of how fast the machine is, from passes whose cost is known."""
+    def _clock(self, timings: Timings) -> bool:
+        """Take note of how fast the machine is, from passes whose cost is known; return whether it is as fast as it was.
+
+        While it turns fast or slow, times say little of costs: some would be learned with the speed of before, and some of after.
+        """
         taken = expected = 0.0
         for number, rows, seconds, times in timings.passes:
             mean = self.costs[number].mean(rows)
@@ -433,6 +466,8 @@ class Pace:
                 expected += times * mean
         if taken and expected:
             self._speed = moved(self._speed, taken / expected, _NOW)
+            return 1 / _TURNS < taken / expected / self._speed < _TURNS
+        return True
 
     def _settle(self, plain: float, looks: Sequence[Look], asked: float, spent: float | None) -> None:
         """Book what a round saved. asked: seconds of a lookup; spent: all others, None where they are not known: then what was expected."""
@@ -440,12 +475,13 @@ class Pace:
         token = plain / batch
         saved, extra = [0.0, 0.0], [0.0, 0.0]  # by windows, by the lookup: seconds of plain decoding, and expected seconds more
         around = max(0.0, self._around_guesses.of(batch) - self._around.of(batch))
+        rows = sum(look.straight for look in looks)
+        row = (self._extra(rows) / rows if self._row(self._top) else _UNPRICED * token) if rows else 0.0
         for look in looks:
             kind = 1 if look.straight else 0
             saved[kind] += (look.tokens - 1) * token
             if look.straight:
-                row = self._row(self._top)
-                more = look.straight * (row[0] if row else _UNPRICED * token) + around / len(looks)
+                more = look.straight * row + around / len(looks)
             else:
                 habit = self._habits[look.id]
                 more = (self.seconds(batch, habit.shares, habit.chosen) - plain) / batch

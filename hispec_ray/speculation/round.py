@@ -146,8 +146,7 @@ class Round:
         if self._drafter:
             self._drafter.begin(plan)
         if self._pace:
-            for s in turn.state.sequences:
-                self._set_pace(turn, self._pace, s)
+            self._set_pace(turn, self._pace, turn.state.sequences)
         if self._ahead:
             self._ahead.hand_over(turn)
             self._ahead = None
@@ -184,19 +183,21 @@ class Round:
         turn.timings.end = self._clock()
         return StepResult(results, turn.counts, turn.timings)
 
-    def _set_pace(self, turn: Turn, pace: Pace, s: SequenceState) -> None:
-        """Choose who guesses for a sequence, and how far."""
-        if not s.plan.room:
-            return
-        if self._drafter and pace.takes_lookups():
-            most = min(self._cast.windows[-1], s.plan.room)
+    def _set_pace(self, turn: Turn, pace: Pace, states: Sequence[SequenceState]) -> None:
+        """Choose who guesses for each sequence, and how far."""
+        decoding = [s for s in states if s.plan.room]
+        if self._drafter and (least := pace.asks()) is not None:
+            offers: list[tuple[SequenceState, list[Guess]]] = []
             started = self._clock()
-            guesses = self._drafter.propose(s.plan.id, (), most, pace.price(self._cast.top).least)
+            for s in decoding:
+                guesses = self._drafter.propose(s.plan.id, (), min(self._cast.windows[-1], s.plan.room), least)
+                if guesses and pace.prefers(s.plan.id, [guess.chance for guess in guesses]):
+                    offers.append((s, guesses))
+            for (s, guesses), count in zip(offers, pace.take([[guess.chance for guess in guesses] for _, guesses in offers]), strict=True):
+                s.direct = guesses[:count]
             turn.timings.asked += self._clock() - started
-            if guesses and pace.prefers(s.plan.id, [guess.chance for guess in guesses]):
-                s.direct, s.windows = guesses, (*(0 for _ in self._cast.windows[1:]), self._cast.windows[-1])
-                return
-        s.windows = pace.windows(s.plan.id)
+        for s in decoding:
+            s.windows = (*(0 for _ in self._cast.windows[1:]), self._cast.windows[-1]) if s.direct else pace.windows(s.plan.id)
 
     def _advance(self, turn: Turn, level: int, states: list[SequenceState]) -> None:
         """Let a level look at what those below have guessed for it."""

@@ -14,7 +14,7 @@ from hispec_ray.config import Settings, SpeculationSettings
 from hispec_ray.llm import LLM
 from hispec_ray.request import GenerationRequest, SamplingParams
 
-_SLICE = 0.1
+_SLICE = 0.02
 """Seconds after which another engine goes on: what it finds cold of its own is small beside that."""
 
 

@@ -242,7 +242,7 @@ def test_an_ask_that_is_held_up_once_does_not_silence_a_lookup_in_rounds_that_ar
 @pytest.mark.parametrize(("row", "asks"), [(0.05, True), (1.2, False)])
 def test_a_lookup_is_not_asked_where_a_row_costs_what_a_token_is_worth(row: float, asks: bool) -> None:
     pace = priced(row)
-    assert pace.takes_lookups() == asks
+    assert (pace.asks() is not None) == asks
 
 
 def test_ranks_with_clocks_of_their_own_choose_alike() -> None:
@@ -313,7 +313,7 @@ def test_a_lookup_that_is_silent_pays_for_being_asked(slower: float) -> None:
     for number in range(1000):
         unit = slower if number > 100 else 1.0  # a machine that slows down
         begun = pace.begin(plan)
-        start, spent = clock, 0.2 * unit if pace.takes_lookups() else 0.0
+        start, spent = clock, 0.2 * unit if pace.asks() is not None else 0.0
         clock, asked = clock + spent + 1.1 * unit, asked + spent
         pace.learn(begun, [], Timings(start, clock, asked=spent, passes=[(0, 1, 0.9 * unit, 1), (1, 1, 0.1 * unit, 1)]))
     assert pace.plain_seconds(1) * pace._speed == pytest.approx(1.1 * unit, rel=0.02)
@@ -372,16 +372,16 @@ def test_lookups_wait_until_plain_decoding_was_timed_and_stop_at_the_debt() -> N
     plan = StepPlan((SequencePlan(1, (0,), 5, (0,), True, 8, 0.0, 0),))
     pace.begin(plan)
     assert pace.windows(1) == (0,)
-    assert not pace.takes_lookups()
+    assert pace.asks() is None
     pace = priced(0.1)
-    assert pace.takes_lookups()
+    assert pace.asks() is not None
     for _ in range(10):  # rounds of one token that take twice as long as plain decoding
         looked_up(pace, 4, 1.3, around=0.7)
-    assert not pace.takes_lookups()
+    assert pace.asks() is None
     for _ in range(600):  # plain ones earn the allowance
         looked_up(pace, 1, 1.0)
     pace.begin(plan)
-    assert pace.takes_lookups()
+    assert pace.asks() is not None
 
 
 def test_sequences_that_read_their_prompt_teach_nothing() -> None:
@@ -492,7 +492,7 @@ def test_one_round_that_is_held_up_does_not_silence_a_lookup(held_up: str) -> No
         for rows in (1, 4):
             looked_up(pace, rows, 1 + 0.05 * (rows - 1), tokens=rows)
     looked_up(pace, 4, 1.15, **{held_up: 1000.0})
-    assert pace.takes_lookups()
+    assert pace.asks() is not None
 
 
 def test_what_learning_takes_is_a_cost_of_guessing_and_not_of_plain_decoding() -> None:
@@ -516,7 +516,7 @@ def test_a_lookup_whose_rounds_always_take_long_is_not_forgiven(around: float) -
     spent = 0.0
     for _ in range(3000):
         pace.begin(StepPlan((SequencePlan(1, (0,), 5, (0,), True, 8, 0.0, 0),)))
-        guesses = pace.takes_lookups()
+        guesses = pace.asks() is not None
         looked_up(pace, 4 if guesses else 1, 1.15 if guesses else 1.0, around=around if guesses else 0.05, tokens=3 if guesses else 1)
         spent += (1.15 + around) / 3 if guesses else 1.05
     assert spent / 3000 < 1.05 * 1.06
