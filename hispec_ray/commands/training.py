@@ -107,7 +107,9 @@ def phrases(
     data: Annotated[list[Path], _model(help="Texts, as for train-exits; the model's own (distill) pay. May be given several times.")],
     out: Annotated[Path, _model(help="A .safetensors file, for speculation.phrases.")],
     model: Annotated[str, _model(help="A folder, a .gguf file, a Hugging Face id, or abacus.")] = DEFAULT_MODEL,
-    most: Annotated[int, _course(min=1, max=10_000_000, help="N-grams to keep, of 300 bytes each in a process that looks up.")] = 200_000,
+    most: Annotated[
+        int, _course(min=1, max=10_000_000, help="N-grams to keep, of about 100 bytes each in a process that looks up.")
+    ] = 200_000,
 ) -> None:
     """Count what usually follows what in texts, for a lookup to begin with."""
     with in_one_line("stopped; nothing was written"):

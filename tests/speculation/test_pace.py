@@ -367,6 +367,41 @@ def test_a_guess_is_priced_by_what_a_row_costs_and_a_token_is_worth(row: float, 
     assert priced(row, batch).price(0).least == pytest.approx(min(1.0, row * batch), rel=0.05)
 
 
+def in_steps(costs: dict[int, float], batch: int = 16) -> Pace:
+    """A pace that has seen plain passes of a second, and of further rows what `costs` says."""
+    pace = priced(0.0, batch)
+    pace.segments[0] = Cost()
+    for rows, seconds in {batch: 1.0, **costs}.items():
+        pace.segments[0].add(rows, seconds)
+    for _ in range(2):  # the fourth round is the yardstick
+        pace.begin(StepPlan(tuple(SequencePlan(i, (0,), 5, (0,), True, 8, 0.0, 0) for i in range(batch))))
+    return pace
+
+
+def test_of_all_guesses_as_many_are_taken_as_pay_together() -> None:
+    """Two more rows come cheap, a third is a step up that the next ones fill; a token is worth a sixteenth."""
+    pace = in_steps({17: 1.02, 18: 1.04, 19: 1.2, 22: 1.22})
+    assert pace.take([]) == []
+    assert pace.take([[0.9, 0.8], [0.7], []]) == [2, 0, 0]
+    assert pace.take([[0.9], [0.95, 0.1]]) == [1, 1]
+    assert pace.take([[0.9, 0.85], [0.85, 0.8], [0.7, 0.65]]) == [2, 2, 2], "a full step"
+    assert pace.take([[0.3], [0.2]]) == [0, 0]
+    dear = in_steps({17: 1.08, 18: 1.16, 24: 1.6})
+    assert dear.take([[0.99, 0.99]] * 4) == [0] * 4
+    assert dear.asks() is None
+    assert pace.asks() == pytest.approx(0.02 * 16, rel=0.05)
+
+
+def test_costs_are_not_learned_while_the_machine_turns() -> None:
+    """What a pass costs against others stays, however often the machine turns slow and fast between them."""
+    pace = Pace((8,), drafts=False)
+    for number in range(3000):
+        slow = 2.0 if number // 60 % 2 else 1.0
+        rows = 9 if number % 120 in (50, 60) else 1  # half of those of many rows come when it has just turned slow
+        looked_up(pace, rows, slow * (1 + 0.05 * (rows - 1)))
+    assert pace.segments[0].of(9) / pace.segments[0].of(1) == pytest.approx(1.4, rel=0.05)
+
+
 def test_lookups_wait_until_plain_decoding_was_timed_and_stop_at_the_debt() -> None:
     pace = Pace((8,), drafts=False)
     plan = StepPlan((SequencePlan(1, (0,), 5, (0,), True, 8, 0.0, 0),))
