@@ -1,8 +1,8 @@
 """Methods against plain decoding on one engine and the same weights: plans tuned on one half of each data set, run on the other.
 
-Every contestant decodes the same prompts beside the others, for some hundredths of a second each in turn, A B C ... A B C ..., several
-times over, and is compared by the medians of ratios. Each plan has the pace at work, as it is deployed. A text that differs from plain
-decoding's counts as not identical.
+Every contestant decodes the same prompts beside the others, some hundredths of a second at a time, whoever has written least going next,
+several times over, and is compared by the medians of ratios. Each plan has the pace at work, as it is deployed. A text that differs from
+plain decoding's counts as not identical.
 A batch is one of a server under load: who ends makes room for the next in the queue, and what counts are the steps in which all places
 decode and no prompt is read.
 With --deployment nothing is tuned: the plan that a deployment file has is held against plain decoding, on the model that it names.

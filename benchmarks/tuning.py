@@ -1,7 +1,7 @@
 """`hispec tune` against the machine: what it expects of plans and what they then make, and its pick against every plan of a small grid.
 
-All plans of the grid, the pick and plain decoding write the same texts beside each other, for some hundredths of a second each in turn,
-with the pace at work.
+All plans of the grid, the pick and plain decoding write the same texts beside each other, some hundredths of a second at a time, with the
+pace at work.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def tune(
     max_tokens: Annotated[int, _course(min=8, help="Most tokens of an answer.")] = 128,
     temperature: Annotated[float, _course(min=0, max=2, help="Of the answers.")] = 0.0,
     checks: Annotated[int, _course(min=1, help="Plans to run, besides plain decoding.")] = 4,
-    runs: Annotated[int, _course(min=1, help="Times that each of them is run, in turn.")] = 3,
+    runs: Annotated[int, _course(min=1, help="Times that each of them is run, beside the others.")] = 3,
     out: Annotated[Path, _course(help="Folder for tune.yaml and tune.png.")] = Path("tuned"),
     dtype: Annotated[str | None, _machine(help="bfloat16 or float32.", show_default="bfloat16")] = None,
     device: Annotated[str | None, _machine(help="cpu or cuda.", show_default="cpu")] = None,

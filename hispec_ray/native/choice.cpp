@@ -75,7 +75,9 @@ static inline float largest(const float* x, int64_t n) {
   return top;
 }
 
+namespace {
 struct Best { float value = -INFINITY, second_value = -INFINITY; int64_t id = -1, second = -1; };
+}  // namespace
 
 // Takes up a score that comes after all that were taken up before, in order of id.
 static inline void take(Best& best, float score, int64_t id) {

@@ -59,16 +59,36 @@ def _execute(command: list[str]) -> None:
         raise NativeUnavailableError(f"the C++ compiler failed ({reason.strip()}); the command was {' '.join(command)}")
 
 
-@functools.cache
 def load() -> ctypes.CDLL:
     """Return the loaded kernels, building them on first use (about ten seconds).
 
-    Raises NativeUnavailableError where there is no C++ compiler or no cache folder that can be written and run from.
+    Raises NativeUnavailableError where there is no C++ compiler or no cache folder that can be written and run from; in a process that it
+    was raised in, nothing is tried again.
     """
+    found = _load()
+    if isinstance(found, NativeUnavailableError):
+        raise found
+    return found
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | NativeUnavailableError:
+    try:
+        return _built()
+    except NativeUnavailableError as error:
+        return error
+
+
+def _built() -> ctypes.CDLL:
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise NativeUnavailableError("no C++ compiler (g++ or c++) on PATH; install one, or set model.kernels to torch")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    except OSError as error:
+        raise NativeUnavailableError(
+            f"the C++ compiler {compiler} cannot be run ({error}); install another, or set model.kernels to torch"
+        ) from error
     parts = [
         version,
         _processor(),

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+namespace {
 constexpr int LENGTHS[] = {6, 4, 3, 2}, COUNT = 4, LONGEST = 6;
 constexpr int RANKS = 3, FORTUNES = 4, OTHERS = RANKS, OWN = OTHERS * (COUNT + 1), KINDS = OWN * (COUNT + 1), MOST_NEW = 32;
 constexpr double FORTUNE_STEP = 0.1, START = 0.4, WEIGHT = 20.0, MEMORY = 100.0;
@@ -99,7 +100,7 @@ struct Best {
   int32_t token = NOBODY, next = NOBODY;
 };
 
-static int fortune_of(double foretold) { return int(foretold * FORTUNES * 0.999); }
+int fortune_of(double foretold) { return int(foretold * FORTUNES * 0.999); }
 
 class Lookup {
  public:
@@ -224,6 +225,7 @@ class Lookup {
   double counts_[KINDS * (FORTUNES + 1)] = {}, shares_[KINDS * (FORTUNES + 1)];
   std::vector<Candidate> candidates_;  // of the place that is looked at
 };
+}  // namespace
 
 extern "C" {
 Phrases* hispec_phrases() { return new Phrases; }

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +67,23 @@ def looks_up(speculation: SpeculationSettings) -> bool:
 
 
 def drafter_for(speculation: SpeculationSettings, vocabulary: int | None = None) -> Drafter | None:
-    """Return the drafter that is no exit, where the settings want one. vocabulary: as `load_phrases` takes it, and raises."""
+    """Return the drafter that is no exit, where the settings want one. vocabulary: as `load_phrases` takes it, and raises.
+
+    It is native wherever it can be built, whatever runs the layers: many sequences' texts are too much for Python beside fast passes.
+    """
     if not looks_up(speculation):
         return None
     phrases = load_phrases(speculation.phrases, vocabulary) if speculation.phrases else NONE
     try:
         return NativeLookup(phrases)
-    except NativeUnavailableError:
+    except NativeUnavailableError as error:
+        _warn_once(f"looking up in Python, several times slower than compiled: {error}")
         return LookupDrafter(phrases)
+
+
+@cache
+def _warn_once(words: str) -> None:
+    logger.warning("%s", words)
 
 
 def round_for(

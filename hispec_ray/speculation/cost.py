@@ -6,26 +6,30 @@ from bisect import bisect_left
 
 _STEADY = 0.001
 """What a new time counts at least in a pass's cost: next to nothing, for what moves after so many is the machine, with all its passes."""
+_SETTLED, _BOUND = 8, 1.05
+"""After so many measurements a new one counts as so many times the mean at most, or as much less: while the machine turns fast or slow,
+times say little of costs, and noise is as often above the mean as below."""
 _EXACT = 64
 """Passes of up to so many rows are kept apart by their number; larger ones in buckets, each a quarter wider than the one before."""
 
 
-def moved(mean: float, new: float, step: float) -> float:
+def moved(mean: float, new: float, step: float, bound: float = 3.0) -> float:
     """Return the mean (geometric, for the machine's speed is a factor) with a new measurement that counts `step` in it.
 
-    A pass that was held up (another process, a page fault) says little about the next one: it counts as thrice the mean at most.
+    A pass that was held up (another process, a page fault) says little about the next one: it counts as `bound` times the mean at most.
     """
-    return float(mean * min(max(new / mean, 1 / 3), 3.0) ** step) if mean > 0 else new
+    return float(mean * min(max(new / mean, 1 / bound), bound) ** step) if mean > 0 else new
 
 
 class Cost:
     """Seconds that something takes, by its number of rows: a mean for each number, lines between.
 
-    A mean is of all its measurements alike, until one would count less than `least` in it.
+    A mean is of all its measurements alike, until one would count less than `least` in it. steady: it is not expected to move by itself.
     """
 
-    def __init__(self, least: float = _STEADY) -> None:
+    def __init__(self, least: float = _STEADY, *, steady: bool = True) -> None:
         self._least = least
+        self._steady = steady
         self._rows: list[int] = []
         self._means: list[float] = []
         self._counts: list[int] = []  # measurements of each
@@ -40,7 +44,8 @@ class Cost:
         at = bisect_left(rows_, bucket)
         if at < len(rows_) and rows_[at] == bucket:
             counts[at] += 1
-            means[at] = moved(means[at], seconds, max(1 / counts[at], self._least))
+            bound = _BOUND if self._steady and counts[at] > _SETTLED else 3.0
+            means[at] = moved(means[at], seconds, max(1 / counts[at], self._least), bound)
         else:
             rows_.insert(at, bucket)
             means.insert(at, seconds)

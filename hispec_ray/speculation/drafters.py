@@ -181,6 +181,7 @@ class Lookup(ABC):
                 news.length = sequence.start + len(sequence.tokens)
 
     def committed(self, id: int, tokens: Sequence[int], seconds: Sequence[int]) -> None:
+        assert len(tokens) == len(seconds), "each token has a second choice beside it"
         news = self._news[id]
         news.written += tokens
         news.seconds += seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 
 from hispec_ray.native import library
@@ -38,13 +38,18 @@ def _kernels() -> ctypes.CDLL:
     return found
 
 
+def _free_with(owner: object, free: Callable[[int], None], handle: int) -> None:
+    """Free what the handle stands for with its owner; not when the process ends, for a thread that decodes may use it still."""
+    weakref.finalize(owner, free, handle).atexit = False
+
+
 class _NativePhrases:
     """Phrases where the native code looks for them."""
 
     def __init__(self, phrases: Phrases) -> None:
         kernels = _kernels()
         self.handle: int = kernels.hispec_phrases()
-        weakref.finalize(self, kernels.hispec_phrases_free, self.handle)
+        _free_with(self, kernels.hispec_phrases_free, self.handle)
         for length, grams in phrases.grams.items():
             kernels.hispec_phrases_follow(self.handle, grams.ctypes.data, len(grams), length)
         kernels.hispec_phrases_after(self.handle, phrases.after.ctypes.data, len(phrases.after))
@@ -63,7 +68,7 @@ class NativeLookup(Lookup):
         self._kernels = _kernels()
         self._phrases = _native(phrases)
         self._handle: int = self._kernels.hispec_lookup(self._phrases.handle, entries)
-        weakref.finalize(self, self._kernels.hispec_lookup_free, self._handle)
+        _free_with(self, self._kernels.hispec_lookup_free, self._handle)
         self._guesses, self._chances = array("q"), array("d")
 
     def _start(self, id: int, ends: Collection[int]) -> None:

@@ -18,7 +18,6 @@ what a token is worth, are more than what further rows cost; so many of all that
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +46,8 @@ _HOPELESS = 0.95
 """The least chance from which on a lookup is not even asked: in a large batch a row may cost as much as a token is worth."""
 _FEW = (2, 4, 8)
 """Further rows of which the cheapest say whether a lookup is asked, see `Pace.take`."""
+_TRIAL = 2
+"""Guesses that are tried at once where none is thought to pay."""
 _STRANGE = 24
 """Guesses that must have been looked at, over all sequences, before the shares are believed; until then windows are small."""
 _PATIENCE = 8
@@ -58,11 +59,9 @@ _FORGET = 128
 1, 2, 4, 8, 16, 32 and 64, for a process begins cold."""
 LAST_ROW = 0.5
 """What the last row of a run of guesses counts: a guess without head and choice."""
-_TURNS = 1.15
-"""A machine whose passes take so many times what they did, or as much less, turns slow or fast."""
 _HELD_UP = 2.0
 """A round with guesses that takes more than so many times what was expected was held up by others: the rest is not on its account."""
-_PAUSE, _PAUSE_SHARE = 0.01, 0.25
+_PAUSE, _PAUSE_SHARE = 0.01, 0.5
 """Seconds, and share of a round: a time between two rounds that is longer than both is a pause of whoever asks for them."""
 _SELDOM = 4
 """Of so many plain rounds of a batch size one is learned from: what passes cost is known by then, and learning takes time too."""
@@ -155,12 +154,16 @@ class Pace:
         self.guess = Cost()
         self.costs = (*self.segments, *self.heads, self.guess)
         """All of the three, by the numbers that `Timings` uses."""
-        self._around = Cost(_STEP)  # what lies around the passes, by sequences: of a plain round, the time between rounds with it,
-        self._around_guesses = Cost(_STEP)  # and of one with guesses; what requests ask for changes it
+        self._around = Cost(
+            _STEP, steady=False
+        )  # what lies around the passes, by sequences: of a plain round, the time between rounds with it,
+        self._around_guesses = Cost(_STEP, steady=False)  # and of one with guesses; what requests ask for changes it
         self._usual = [_PRIOR] * len(self._windows)  # shares that a new sequence starts with
         self._habits: dict[int, _Habit] = {}
         self._choices: dict[tuple[int, ...], list[tuple[float, tuple[int, ...], float]]] = {}  # see `_best`
         self._rows: dict[int, tuple[float, float] | None] = {}  # see `_row`
+        self._extras: dict[int, float] = {}  # see `_extra`
+        self._trial = False  # this round tries a lookup's best guesses, whatever they are thought to cost
         self._batch = 0
         self._plain = 0.0  # seconds of this round if it were plain
         self._stake: float | None = None  # plain steps that a round may lose, from the account of the windows; None for any
@@ -216,15 +219,23 @@ class Pace:
             self._opened = True
             self._by_windows.book(_START * self._plain, self._plain)
         self._rows.clear()
+        self._extras.clear()
         full = not self._plain or self._by_windows.seconds >= 0.9 * _CREDIT * self._plain  # affords everything
         self._stake = None if full else math.floor(2 * (self._by_windows.seconds / self._plain + _DEBT)) / 2
 
     def asks(self) -> float | None:
-        """The least chance at which a lookup's guess may go straight to the full depth in this round; None where it is not asked."""
+        """The least chance at which a lookup's guess may go straight to the full depth in this round; None where it is not asked.
+
+        Where no guess pays it is asked seldom: a pass that was held up when it was first timed would silence it for ever.
+        """
+        self._trial = False
         if not self._plain or self._plainly or self._by_lookup.seconds <= -_DEBT * self._plain:
             return None
         least = self.price(self._top).least
-        return least if least < _HOPELESS else None
+        if least < _HOPELESS:
+            return least
+        self._trial = self._rounds % _FORGET == _FORGET // 2 and self._by_lookup.seconds > 0
+        return _UNPRICED if self._trial else None
 
     def prefers(self, id: int, chances: Sequence[float]) -> bool:
         """Whether a lookup's guesses go straight to the full depth: they promise more than the windows. chances: as in `Guess`."""
@@ -232,8 +243,7 @@ class Pace:
         gain = habit.gain
         if gain < _MARGIN or habit.windows == self._none:
             return True
-        row = self._row(self._top)
-        rows = self._batch * len(chances) * row[0] if row else 0.0
+        rows = self._extra(self._batch * len(chances)) if self._row(self._top) else 0.0
         return self._plain * (1 + sum(chances)) >= gain * (self._plain + rows)
 
     def price(self, level: int, id: int | None = None) -> Price:
@@ -258,19 +268,26 @@ class Pace:
         """
         if not self._plain or self._row(self._top) is None:
             return [len(offer) for offer in offers]
+        ranked = sorted((-chance, sequence) for sequence, offer in enumerate(offers) for chance in offer)
         token = self._plain / self._batch / max(1.0, self._gain)
-        least, best, worth = math.inf, 0.0, 0.0
-        for rows, chance in enumerate(sorted(itertools.chain.from_iterable(offers), reverse=True), 1):
-            worth += chance * token
+        number, best, worth = 0, 0.0, 0.0
+        for rows, (chance, _) in enumerate(ranked, 1):
+            worth -= chance * token
             saved = worth - self._extra(rows)
-            if saved > best:
-                least, best = chance, saved
-        return [sum(chance >= least for chance in offer) for offer in offers]
+            if saved > best or (self._trial and rows <= _TRIAL):
+                number, best = rows, max(best, saved)
+        taken = [0] * len(offers)
+        for _, sequence in ranked[:number]:
+            taken[sequence] += 1
+        return taken
 
     def _extra(self, rows: int) -> float:
         """Expected seconds of so many rows beside those of plain decoding, in a pass of all layers."""
-        costs = (*self.segments, self.heads[self._top])
-        return sum(max(0.0, cost.of(self._batch + rows) - cost.of(self._batch)) for cost in costs)
+        known = self._extras.get(rows)
+        if known is None:
+            costs = (*self.segments, self.heads[self._top])
+            known = self._extras[rows] = sum(max(0.0, cost.of(self._batch + rows) - cost.of(self._batch)) for cost in costs)
+        return known
 
     def _row(self, level: int) -> tuple[float, float] | None:
         """Seconds of a further row in all that is run until `level` has looked, and in what is behind it; None where none was measured."""
@@ -394,16 +411,18 @@ class Pace:
             if self._skipped[begun.batch]:
                 self._pass_over(begun, timings)
                 return
-        steady = self._clock(timings) if begun.alone else True  # a prompt's passes tell of its length too
+        if begun.alone:  # a prompt's passes tell of its length too
+            self._clock(timings)
         asked = timings.asked / self._speed
         told = asked  # seconds of the round that are a pass's or a lookup's
         for number, rows, seconds, times in timings.passes:
-            if steady or self.costs[number].mean(rows) is None:
-                self.costs[number].add(rows, seconds / self._speed)
+            self.costs[number].add(rows, seconds / self._speed)
             told += times * seconds / self._speed
         self._plains.clear()
-        gap = max(0.0, timings.start - self._ended - timings.learning) if self._ended is not None and begun.goes_on else 0.0
-        gap = self._gap = gap if gap <= max(_PAUSE_SHARE * (timings.end - timings.start), _PAUSE) else self._gap
+        gap = 0.0
+        if self._ended is not None and begun.goes_on:
+            gap = max(0.0, timings.start - self._ended - timings.learning)
+            gap = self._gap = gap if gap <= max(_PAUSE_SHARE * (timings.end - timings.start), _PAUSE) else self._gap
         self._ended = timings.end
         if taught:  # rounds with guesses cost that too; plain ones, of which few are learned from, do not
             self._lesson += _STEP * (min(timings.learning / self._speed, self._plain) - self._lesson)
@@ -453,11 +472,8 @@ class Pace:
                     shares[level] += part * (kept / seen - shares[level])
                 habit.made = None
 
-    def _clock(self, timings: Timings) -> bool:
-        """Take note of how fast the machine is, from passes whose cost is known; return whether it is as fast as it was.
-
-        While it turns fast or slow, times say little of costs: some would be learned with the speed of before, and some of after.
-        """
+    def _clock(self, timings: Timings) -> None:
+        """Take note of how fast the machine is, from passes whose cost is known."""
         taken = expected = 0.0
         for number, rows, seconds, times in timings.passes:
             mean = self.costs[number].mean(rows)
@@ -466,8 +482,6 @@ class Pace:
                 expected += times * mean
         if taken and expected:
             self._speed = moved(self._speed, taken / expected, _NOW)
-            return 1 / _TURNS < taken / expected / self._speed < _TURNS
-        return True
 
     def _settle(self, plain: float, looks: Sequence[Look], asked: float, spent: float | None) -> None:
         """Book what a round saved. asked: seconds of a lookup; spent: all others, None where they are not known: then what was expected."""

@@ -187,14 +187,11 @@ class Round:
         """Choose who guesses for each sequence, and how far."""
         decoding = [s for s in states if s.plan.room]
         if self._drafter and (least := pace.asks()) is not None:
-            offers: list[tuple[SequenceState, list[Guess]]] = []
-            started = self._clock()
-            for s in decoding:
-                guesses = self._drafter.propose(s.plan.id, (), min(self._cast.windows[-1], s.plan.room), least)
-                if guesses and pace.prefers(s.plan.id, [guess.chance for guess in guesses]):
-                    offers.append((s, guesses))
-            for (s, guesses), count in zip(offers, pace.take([[guess.chance for guess in guesses] for _, guesses in offers]), strict=True):
-                s.direct = guesses[:count]
+            started, window = self._clock(), self._cast.windows[-1]
+            offers = [self._drafter.propose(s.plan.id, (), min(window, s.plan.room), least) for s in decoding]
+            for s, guesses, count in zip(decoding, offers, pace.take([[g.chance for g in guesses] for guesses in offers]), strict=True):
+                if count and pace.prefers(s.plan.id, [guess.chance for guess in guesses[:count]]):
+                    s.direct = guesses[:count]
             turn.timings.asked += self._clock() - started
         for s in decoding:
             s.windows = (*(0 for _ in self._cast.windows[1:]), self._cast.windows[-1]) if s.direct else pace.windows(s.plan.id)

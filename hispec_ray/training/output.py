@@ -24,13 +24,14 @@ _COPIED = (".json", ".jinja", ".txt", ".model")  # config, tokenizer, chat templ
 def write_heads(path: Path, tensors: Mapping[str, torch.Tensor], card: Card) -> None:
     """Write a file of trained exits and its card.
 
-    Raises OSError where there is no room or no right to write; a file that stood there before stays as it was.
+    Raises OSError where there is no room or no right to write; files that stood there before stay as they were. Who is killed between the
+    last two steps leaves weights without a card, which nobody loads.
     """
     scratch, card_scratch = path.with_name("exits.writing"), path.with_name("card.writing")
     with whole(path, scratch, card_scratch):
         save_tensors(tensors, scratch)
         card_scratch.write_text(card.model_dump_json(indent=1))
-        card_path(path).unlink(missing_ok=True)  # whoever is killed here leaves weights without a card, not with another's
+        card_path(path).unlink(missing_ok=True)
         scratch.rename(path)
         card_scratch.rename(card_path(path))
 

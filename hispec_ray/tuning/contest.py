@@ -1,4 +1,4 @@
-"""Lets engines decode the same prompts beside each other, each for a slice of time in turn.
+"""Lets engines decode the same prompts beside each other, each for a slice of time, whoever has written least going next.
 
 A machine is fast and slow by turns, within seconds too. Engines whose slices are short meet the same weather, so the ratios of their
 speeds say more than those of runs one after the other.

@@ -40,7 +40,7 @@ def refuse(error: Exception) -> Any:
 def refused(*words: str) -> None:
     """Loading afresh must fail, and the message must have all these words."""
     with pytest.raises(NativeUnavailableError) as caught:
-        library.load.__wrapped__()
+        library._built()
     assert all(word in str(caught.value) for word in (*words, "XDG_CACHE_HOME"))
 
 
@@ -70,16 +70,23 @@ def test_without_a_home_folder_the_default_is_named(cache: Path, monkeypatch: py
 def test_a_compiler_that_fails_is_not_blamed_on_the_folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_compile", refuse(NativeUnavailableError("the C++ compiler failed")))
     with pytest.raises(NativeUnavailableError, match=r"^the C\+\+ compiler failed$"):
-        library.load.__wrapped__()
+        library._built()
 
 
 def test_the_start_falls_back_to_torch_with_a_warning(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(library, "_compile", refuse(OSError(30, "Read-only file system")))
-    monkeypatch.setattr(shard, "load", library.load.__wrapped__)
+    monkeypatch.setattr(shard, "load", library._built)
     with caplog.at_level(logging.WARNING):
         assert not shard.wants_native(Settings.model_validate({"model": {"device": "cpu"}}))
     assert f"the cache folder {cache}" in caplog.text
     with pytest.raises(ValueError, match=r"model\.kernels is 'native', but the kernels cannot be kept in"):
         shard.wants_native(Settings.model_validate({"model": {"device": "cpu", "kernels": "native"}}))
+
+
+def test_a_compiler_that_cannot_be_run_is_named(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (broken := tmp_path / "g++").touch(0o755)
+    monkeypatch.setattr(shutil, "which", lambda name: str(broken))
+    with pytest.raises(NativeUnavailableError, match=r"g\+\+ cannot be run \(.*Exec format error.*set model\.kernels to torch$"):
+        library._built()

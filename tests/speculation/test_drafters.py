@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -203,3 +206,8 @@ def test_the_native_lookup_makes_the_same_guesses(seed: int) -> None:
         for drafter in pair:
             drafter.committed(id, tokens, seconds)
     assert made > 1000
+
+
+def test_a_process_may_end_while_a_thread_looks_up() -> None:
+    script = Path(__file__).with_name("exit_while_looking_up.py")
+    assert [subprocess.run([sys.executable, script], check=False, timeout=60).returncode for _ in range(2)] == [0, 0]
