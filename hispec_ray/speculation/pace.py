@@ -285,9 +285,12 @@ class Pace:
         """Expected seconds of so many rows beside those of plain decoding, in a pass of all layers."""
         known = self._extras.get(rows)
         if known is None:
-            costs = (*self.segments, self.heads[self._top])
-            known = self._extras[rows] = sum(max(0.0, cost.of(self._batch + rows) - cost.of(self._batch)) for cost in costs)
+            known = self._extras[rows] = self._through(self._batch + rows) - self._through(self._batch)
         return known
+
+    def _through(self, rows: int) -> float:
+        """Expected seconds of a pass of so many rows through all layers and the full depth's head."""
+        return sum(segment.of(rows) for segment in self.segments) + self.heads[self._top].of(rows)
 
     def _row(self, level: int) -> tuple[float, float] | None:
         """Seconds of a further row in all that is run until `level` has looked, and in what is behind it; None where none was measured."""
@@ -383,7 +386,7 @@ class Pace:
         around = self._around.of(batch) if not alone or self._around.mean(batch) is not None else 0.0
         if not around:
             return 0.0
-        return around + sum(segment.of(batch) for segment in self.segments) + self.heads[-1].of(batch)
+        return around + self._through(batch)
 
     def seconds(self, batch: int, shares: Sequence[float], windows: tuple[int, ...]) -> float:
         """Expected seconds of a round in which `batch` sequences fill these windows."""
