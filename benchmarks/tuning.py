@@ -17,7 +17,7 @@ from benchmarks import common
 from benchmarks.methods import data_sets, encoded, plain_settings
 from hispec_ray import LLM
 from hispec_ray.config import SpeculationSettings
-from hispec_ray.tuning.planner import PLAIN, Bench, describe
+from hispec_ray.tuning.planner import PLAIN, Bench, against_first, describe
 from hispec_ray.tuning.replay import replay
 from hispec_ray.tuning.tune import tune
 
@@ -61,13 +61,13 @@ def main() -> None:
             settings, prompts, max_tokens=asked.max_tokens, runs=runs, like=llm,
             tell=partial(common.tell, progress, task),
         )  # fmt: skip
-        timed = sorted(found.costs.guesses)
+        timed = sorted(found.costs.runs)
         depths = timed[:: max(1, len(timed) // asked.exits)][: asked.exits]
         plans = [*grid(depths, asked.heads), found.chosen]
-        speeds = Bench(settings, found.recordings, asked.max_tokens, like=llm).compare(
+        turns = Bench(settings, found.recordings, asked.max_tokens, like=llm).compare(
             plans, runs, tell=partial(common.tell, progress, task, "running the grid")
         )
-    against = [common.median_ratio(speed, speeds[0]) for speed in speeds]
+    against = [statistics.median(ratios) for ratios in against_first(turns)]
     plain = replay(PLAIN, found.recordings, found.costs, found.layers)[0]
     expected = [replay(plan, found.recordings, found.costs, found.layers)[0] / plain for plan in plans]
     rows = [(describe(plan), one, other, one / other) for plan, one, other in zip(plans, expected, against, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,11 +17,14 @@ from hispec_ray.config import DEFAULT_MODEL, Settings
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from hispec_ray.tuning.planner import Plan
     from hispec_ray.tuning.tune import Tuning
 
 _model = partial(typer.Option, rich_help_panel="Model and prompts")
 _course = partial(typer.Option, rich_help_panel="Course")
 _machine = partial(typer.Option, rich_help_panel="Machine")
+_STEADY = 0.1
+"""How much a plan's turns may differ, of their median, on a machine that does nothing else."""
 
 
 def tune(
@@ -88,6 +92,8 @@ def tune(
         block = f"{_origin(found, settings)}\n{found.settings_block()}"
         (out / "tune.yaml").write_text(block)
         Console().print(_table(found))
+        if doubt := _doubt(found):
+            console.print(doubt, highlight=False)
         print(block, end="")
         try:
             draw(found, out / "tune.png")
@@ -100,13 +106,22 @@ def _origin(found: Tuning, settings: Settings) -> str:
     """Say in a comment what the block was measured for."""
     model = f"{settings.model.path}, {settings.model.dtype}, {settings.model.device}"
     texts = f"{len(found.recordings)} texts of temperature {found.recordings[0].temperature:g}"
-    chosen = next(plan.measured or 0.0 for plan in found.checked if plan.speculation == found.chosen)
-    return f"# hispec tune: {model}, batch 1, {texts}: {chosen:.1f} tokens/s, {_plain(found):.1f} plainly"
+    return f"# hispec tune: {model}, batch 1, {texts}: {found.pick.measured:.1f} tokens/s, {found.plain.measured:.1f} plainly"
 
 
-def _plain(found: Tuning) -> float:
-    """Tokens a second of plain decoding."""
-    return next(plan.measured or 0.0 for plan in found.checked if plan.speculation.method == "plain")
+def _doubt(found: Tuning) -> str | None:
+    """What to say where a plan's turns differ by more than `_STEADY` of their median."""
+    plan = max(found.checked, key=_scatter)
+    if _scatter(plan) <= _STEADY:
+        return None
+    return (
+        f"the machine was busy: {plan.name()} ran at {min(plan.turns):.2f} to {max(plan.turns):.2f} times plain decoding's speed, "
+        "turn by turn; tune again when nothing else runs, or with more --runs"
+    )
+
+
+def _scatter(plan: Plan) -> float:
+    return (max(plan.turns) - min(plan.turns)) / statistics.median(plan.turns)
 
 
 def _table(found: Tuning) -> Table:
@@ -114,12 +129,14 @@ def _table(found: Tuning) -> Table:
 
     table = Table(
         title="Plans that were run, tokens a second at batch 1", title_justify="left", caption_justify="left",
-        caption="a plan: method, drafter (exit where none is named), layers of its exits, draft_tokens/window, other settings",
+        caption=(
+            "a plan: method, drafter (exit where none is named), layers of its exits, draft_tokens/window, other settings; "
+            "x plain: times plain decoding's speed, the median of its turns"
+        ),
     )  # fmt: skip
-    for heading in ("plan", "expected", "measured", "against plain"):
+    for heading in ("plan", "expected", "measured", "x plain", "turns"):
         table.add_column(heading, justify="left" if heading == "plan" else "right")
-    plain = _plain(found)
     for plan in found.checked:
-        measured = plan.measured or 0.0
-        table.add_row(plan.name(), f"{plan.predicted:.1f}", f"{measured:.1f}", f"{measured / plain:.2f}")
+        times, turns = f"{statistics.median(plan.turns):.2f}", f"{min(plan.turns):.2f}-{max(plan.turns):.2f}"
+        table.add_row(plan.name(), f"{plan.predicted:.1f}", f"{plan.measured:.1f}", times, turns)
     return table

@@ -8,7 +8,7 @@ from typing import Any
 
 from hispec_ray.config import Settings
 from hispec_ray.core.block_pool import BlockPool
-from hispec_ray.core.plan import LevelCounts, SequenceResult
+from hispec_ray.core.plan import LevelCounts, SequenceResult, Timings
 from hispec_ray.core.scheduler import Scheduler
 from hispec_ray.core.sequence import Sequence
 from hispec_ray.engine.detokenizer import Detokenizer, TextStream
@@ -50,7 +50,7 @@ class _Answer:
 class Engine:
     """Many requests at once over one model. Not thread-safe; `AsyncEngine` gives it a thread of its own.
 
-    counts: per level, what it has done since the start; generated: tokens handed out since the start.
+    counts: per level, what it has done since the start; generated: tokens handed out since the start; timings: of the last round.
     Raises ValueError when the settings do not fit the model or the machine.
     """
 
@@ -80,6 +80,7 @@ class Engine:
         self._flying = 0  # rounds that have begun
         self.counts = [LevelCounts() for _ in self.levels]
         self.generated = 0
+        self.timings = Timings()
         self.detokenizer = Detokenizer(self.tokenizer)
         self._eos = frozenset(architecture.eos_token_ids)
         self._answers: dict[int, _Answer] = {}
@@ -226,6 +227,7 @@ class Engine:
             raise
         for counts, done in zip(self.counts, result.levels, strict=True):
             counts.add(done)
+        self.timings = result.timings
         for sequence in result.sequences:
             if sequence.id not in self._answers:  # aborted in flight
                 self.scheduler.update(sequence.id, (), True)

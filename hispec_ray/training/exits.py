@@ -24,7 +24,7 @@ from hispec_ray.training.data import Line, TextBatches
 from hispec_ray.training.output import EXITS_FILE, MODEL_FOLDER, write_heads, write_model
 from hispec_ray.training.progress import Progress
 from hispec_ray.training.reading import LineReader, split
-from hispec_ray.training.student import ExitStudent, next_layer
+from hispec_ray.training.student import LOGITS_AT_ONCE, ExitStudent, next_layer
 from hispec_ray.training.trainer import Report, TrainingSettings, join_group, train
 from hispec_ray.training.vocabulary import choose_vocabulary
 
@@ -179,15 +179,18 @@ def run(task: Task, report: Callable[[Report], None]) -> None:
     rank, world = join_group(settings.device)
     model = _Model(task)
     batches = TextBatches(task.lines, task.held_out, settings.lines_per_step, settings.seed)
-    last = train(model.student, batches, _training_settings(settings, world), task.out, report)
+    last = train(model.student, batches, _training_settings(task, world), task.out, report)
     if rank == 0:
         model.write(last)
 
 
-def _training_settings(settings: ExitTrainingSettings, world: int) -> TrainingSettings:
+def _training_settings(task: Task, world: int) -> TrainingSettings:
+    settings = task.settings
     skips = settings.recipe == "layerskip"
     each = settings.lines_per_step // world
-    most = max(1, _TOKENS_AT_ONCE[settings.device] // settings.line_tokens)
+    scored = task.source.architecture.vocabulary if task.vocabulary is None else len(task.vocabulary)
+    # logits of more rows would be computed twice
+    most = max(1, min(_TOKENS_AT_ONCE[settings.device], LOGITS_AT_ONCE[settings.device] // scored) // settings.line_tokens)
     return TrainingSettings(
         steps=settings.steps,
         lines_per_step=settings.lines_per_step,

@@ -126,7 +126,8 @@ class ExitStudent(nn.Module):
         learned = targets != IGNORED
         rows = [last[learned], targets[learned], *(hidden[learned] for hidden in self._exit_rows())]
         score = functools.partial(self._score, exit_weight, text_weight, agreement)
-        at_once = max(1, LOGITS_AT_ONCE[ids.device.type] // self.backbone.config.vocab_size)
+        few = self._few(agreement, text_weight)
+        at_once = max(1, LOGITS_AT_ONCE[ids.device.type] // (self.backbone.config.vocab_size if few is None else len(few)))
         if len(rows[0]) <= at_once:
             loss, text, divergence, agreed = score(*rows)
         else:  # the logits of a piece are let go, and computed once more for its gradients
@@ -135,6 +136,10 @@ class ExitStudent(nn.Module):
             loss, text, divergence, agreed = (torch.stack(parts).sum(dim=0) for parts in zip(*each, strict=True))
         return loss, Scores(learned.sum(), text.detach(), divergence.detach(), agreed)
 
+    def _few(self, agreement: bool, text_weight: float) -> torch.Tensor | None:
+        """The head's rows of the exits' vocabulary, where nothing else is asked of the full depth."""
+        return None if agreement or text_weight else self.exit_head
+
     def _score(
         self, exit_weight: float, text_weight: float, agreement: bool, last: torch.Tensor, wanted: torch.Tensor, *exits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -142,8 +147,9 @@ class ExitStudent(nn.Module):
         head = self.backbone.get_output_embeddings()
         loss = text = last.new_zeros((), dtype=torch.float32)
         choice: torch.Tensor | None = None
-        if self.exit_head is not None and not agreement and not text_weight:
-            teacher = F.linear(last.detach(), self.exit_head).float()
+        few = self._few(agreement, text_weight)
+        if few is not None:
+            teacher = F.linear(last.detach(), few).float()
         else:
             full = head(last).float()
             if text_weight:

@@ -23,17 +23,23 @@ class Decoded:
     """What an engine made of the prompts, which wait in its queue.
 
     seconds: of all steps in which every place had a sequence with a token that went on, which leaves no place for one that reads its
-    prompt. tokens: that those steps wrote. answers: token ids.
+    prompt. tokens: that those steps wrote; passes: that they ran, as `Timings` has them. answers: token ids.
     """
 
     seconds: float = 0.0
     tokens: int = 0
     answers: list[list[int]] = field(default_factory=list)
+    passes: list[tuple[int, int, float, float]] = field(default_factory=list)
 
     @property
     def speed(self) -> float:
         """Tokens a second; 0 where no step counts."""
         return self.tokens / self.seconds if self.tokens else 0.0
+
+    @property
+    def in_passes(self) -> float:
+        """Share of the seconds that passes took."""
+        return sum(seconds * times for *_, seconds, times in self.passes) / self.seconds if self.seconds else 0.0
 
 
 class _Entrant:
@@ -58,6 +64,7 @@ class _Entrant:
         tokens = sum(len(delta.token_ids) for delta in deltas)
         if len(deltas) == self.places and all(self.answers[delta.request_id] for delta in deltas):
             self.decoded.seconds += spent
+            self.decoded.passes += self.engine.timings.passes
             self.decoded.tokens += tokens
         self.written += tokens
         for delta in deltas:

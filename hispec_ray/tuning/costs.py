@@ -6,9 +6,10 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,23 +19,25 @@ from hispec_ray.llm import LLM
 from hispec_ray.model.decoder import Decoder
 from hispec_ray.speculation.choice import Choose
 from hispec_ray.speculation.cost import Cost
-from hispec_ray.speculation.pace import Look, Pace
+from hispec_ray.speculation.levels import Level
+from hispec_ray.speculation.pace import LAST_ROW, Look, Pace
 
-_STEPS = 8  # guesses of a run that is timed
-_PACED_ROUNDS = 300
-LEAST_SCALE = 0.5
-"""Passes in rounds are not much faster than alone, but the machine may have been slow when they were timed."""
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_RUNS = (1, 8)
+"""Guesses of the runs that are timed alone."""
+_PACED_ROUNDS = 100
+_ENOUGH = 8
+"""Passes of so many rows that must have been seen in rounds, for what they took to be believed."""
 
 
 @dataclass(slots=True)
 class Work:
-    """What a plan did: seconds of its passes, timed alone, outside of rounds; passes, rounds, tokens written, lookups.
+    """What a plan did: seconds of its passes, passes and runs of guesses, rounds, tokens written, lookups.
 
-    A run of guesses counts as half a pass. paced: rounds that had a pace.
+    paced: rounds that had a pace.
     """
 
-    alone: float = 0.0
+    in_passes: float = 0.0
     passes: float = 0.0
     rounds: float = 0.0
     tokens: float = 0.0
@@ -54,48 +57,73 @@ class Besides:
 
 @dataclass(slots=True)
 class Costs:
-    """Seconds. layer: of one layer by rows; heads[depth]: of an exit's head and choice by rows; guesses[depth]: of one guess of a run.
+    """Seconds. layer: of one layer by rows; heads[depth]: of an exit's head and choice by rows; runs[depth]: of a run of guesses by their
+    number, at batch 1.
 
+    begin: of a pass before its first layer, as far as `layer` does not have it.
     own: by depth, the layers that exits have to themselves, see `Decoder`.
     besides: of what else takes time, see `Work`; pace: of a round's pace.
-    scale: how many times as long passes take in a round as alone, when they were timed.
     """
 
     layer: Cost = field(default_factory=Cost)
     heads: dict[int, Cost] = field(default_factory=dict)
-    guesses: dict[int, Cost] = field(default_factory=dict)
+    runs: dict[int, Cost] = field(default_factory=dict)
+    begin: float = 0.0
     own: dict[int, int] = field(default_factory=dict)
     besides: Besides = field(default_factory=Besides)
-    scale: float = 1.0
     pace: float = 0.0
-
-    def last_row(self, depth: int) -> float:
-        """Return what the row of a run's last guess takes, which has no head."""
-        return (depth + (depth in self.own)) * self.layer.of(1)
 
     def seconds(self, work: Work) -> float:
         """Return what so much work takes."""
         b = self.besides
-        passes = self.scale * work.alone + work.passes * b.a_pass
-        return passes + work.rounds * b.a_round + work.tokens * b.a_token + work.lookups * b.a_lookup + work.paced * self.pace
+        around = work.passes * b.a_pass + work.rounds * b.a_round + work.tokens * b.a_token + work.lookups * b.a_lookup
+        return work.in_passes + around + work.paced * self.pace
+
+
+class Seen(NamedTuple):
+    """A pass in a round. what: layers, a head, or a run of guesses; of: how many layers, or the exit's depth.
+
+    rows: of a run its guesses.
+    """
+
+    what: Literal["layers", "head", "run"]
+    of: int
+    rows: int
+    seconds: float
+
+
+def seen_in(passes: Iterable[tuple[int, int, float, float]], levels: Sequence[Level]) -> Iterator[Seen]:
+    """Yield the passes of rounds of one sequence at these levels. passes: as `Timings` has them."""
+    depths = [level.depth for level in levels]
+    own = [level.own is not None for level in levels]
+    layers = [depth - below + more for depth, below, more in zip(depths, (0, *depths), own, strict=False)]
+    for number, rows, seconds, times in passes:
+        kind, at = divmod(number, len(levels))
+        if kind == 0 and layers[at]:
+            yield Seen("layers", layers[at], rows, seconds)
+        elif kind == 1:
+            yield Seen("head", depths[at], rows, seconds)
+        elif kind == 2 and times > 1:
+            yield Seen("run", depths[at], round(times - LAST_ROW), seconds * times)
 
 
 def measure(llm: LLM, depths: Sequence[int], choose: Choose, *, context: int, rows: Sequence[int] = ROWS, repeats: int = 9) -> Costs:
-    """Time layers, heads and guesses at a context of so many tokens, in rows of one sequence.
+    """Time layers, heads and runs of guesses alone, at a context of so many tokens, in rows of one sequence.
 
-    Medians of sweeps over all of them: a machine that is slow for a second is slow for all alike.
+    Medians of sweeps over all of them: a machine that is slow for a second is slow for all alike. What rounds take may differ by half and
+    more, for a pass of one row that follows one of many finds its caches full of what that one needed: see `correct`.
     Uses the cache of an engine that has nothing else to do.
     """
     decoder = llm.engine.shard.decoder
     layers = decoder.architecture.layers
-    costs = Costs(own=dict(decoder.exit_layers), pace=_pace_seconds())
+    costs = Costs(own=dict(decoder.exit_layers))
     size = decoder.block_size
     table = np.arange(min(decoder.blocks, -(-(context + 64) // size)), dtype=np.int64)[None]
     most = min(table.size * size, llm.engine.max_model_len)
-    context = min(context, most - max(rows) - _STEPS)
+    context = min(context, most - max(rows) - max(_RUNS))
     if context < 0:
         raise ValueError(
-            f"passes of {max(rows)} rows are to be timed, and the context of {most} tokens does not hold them and {_STEPS} guesses; "
+            f"passes of {max(rows)} rows are to be timed, and the context of {most} tokens does not hold them and {max(_RUNS)} guesses; "
             "raise model.max_model_len or cache.blocks"
         )
     actions: dict[tuple[str, int, int], Callable[[], object]] = {}
@@ -108,38 +136,79 @@ def measure(llm: LLM, depths: Sequence[int], choose: Choose, *, context: int, ro
         actions["layers", layers, count] = partial(_run, decoder, hidden, part)
         for depth in {*depths, layers}:
             actions["head", depth, count] = partial(_say, decoder, choose, depth, hidden)
-    steps = _STEPS
-    held = decoder.empty_rows(steps + 1)
-    starts = DraftStarts(
-        tokens=np.array([1]),
-        positions=np.array([context]),
-        table=np.array([0]),
-        tables=table,
-        steps=np.array([steps]),
-        homes=np.arange(steps + 1)[None],
-        temperatures=[0.0],
-        seeds=[0],
-        ends=[frozenset()],
-    )
-    actions |= {("guesses", depth, steps): partial(decoder.draft, depth, starts, held, 0.0) for depth in depths}
+    held = decoder.empty_rows(max(_RUNS) + 1)
+    for steps, depth in itertools.product(_RUNS, depths):
+        starts = DraftStarts(
+            tokens=np.array([1]),
+            positions=np.array([context]),
+            table=np.array([0]),
+            tables=table,
+            steps=np.array([steps]),
+            homes=np.arange(steps + 1)[None],
+            temperatures=[0.0],
+            seeds=[0],
+            ends=[frozenset()],
+        )
+        actions["run", depth, steps] = partial(decoder.draft, depth, starts, held, 0.0)
+    costs.pace = _pace_seconds(actions["layers", layers, rows[0]])
     for (what, depth, count), seconds in _medians(repeats, actions).items():
         if what == "layers":
             costs.layer.add(count, seconds / layers)
         elif what == "head":
             costs.heads.setdefault(depth, Cost()).add(count, seconds)
         else:
-            costs.guesses.setdefault(depth, Cost()).add(1, max(0.0, seconds - costs.last_row(depth)) / count)
+            costs.runs.setdefault(depth, Cost()).add(count, seconds)
     return costs
 
 
-def fit(costs: Costs, works: Sequence[Work], seconds: Sequence[float]) -> None:
-    """Set the scale and what lies around passes so that the works take about these seconds, in proportion to each.
+def correct(costs: Costs, seen: Iterable[Seen]) -> None:
+    """Put what passes took in rounds in the place of what they took alone.
 
-    Non-negative least squares, by trying every set of terms that are not zero. One of the terms is the scale's excess over LEAST_SCALE.
+    How many times as long is a median for each number of rows, of layers, heads and runs each over all depths; between those that were
+    seen often enough it lies on lines, and beyond them it is that of the nearest. What a pass takes to begin is the difference between
+    passes through few layers and through many.
     """
-    names = [f.name for f in fields(Work) if f.name != "paced"]
+    found: dict[tuple[str, int, int], list[float]] = {}
+    for one in seen:
+        found.setdefault((one.what, one.of, one.rows), []).append(one.seconds)
+    found = {key: seconds for key, seconds in found.items() if len(seconds) >= _ENOUGH}
+    layers = {(of, rows): seconds for (what, of, rows), seconds in found.items() if what == "layers"}
+    most = max((of for of, _ in layers), default=0)
+    begins = []
+    for (few, rows), short in layers.items():
+        if 2 * few < most and (long := layers.get((most, rows))):
+            each = (statistics.median(long) - statistics.median(short)) / (most - few)
+            begins.append(statistics.median(short) - few * each)
+    costs.begin = max(0.0, statistics.median(begins)) if begins else 0.0
+    far = [(rows, (one - costs.begin) / of) for (of, rows), seconds in layers.items() if 2 * of >= most for one in seconds]
+    costs.layer = _times(costs.layer, [(rows, one / costs.layer.of(rows)) for rows, one in far])
+    for what, exits in (("head", costs.heads), ("run", costs.runs)):
+        known = {(of, rows): exits[of].of(rows) for kind, of, rows in found if kind == what and of in exits}
+        ratios = [(rows, one / alone) for (of, rows), alone in known.items() if alone for one in found[what, of, rows]]
+        exits.update({depth: _times(cost, ratios) for depth, cost in exits.items()})
+
+
+def _times(cost: Cost, ratios: Iterable[tuple[int, float]]) -> Cost:
+    """The cost so many times: by rows, the median of these ratios."""
+    by_rows: dict[int, list[float]] = {}
+    for rows, ratio in sorted(ratios):
+        by_rows.setdefault(rows, []).append(ratio)
+    if not by_rows:
+        return cost
+    changed, medians = Cost(), [statistics.median(found) for found in by_rows.values()]
+    for rows in sorted({*ROWS, *by_rows}):
+        changed.add(rows, cost.of(rows) * float(np.interp(rows, list(by_rows), medians)))
+    return changed
+
+
+def fit(costs: Costs, works: Sequence[Work], around: Sequence[float], seconds: Sequence[float]) -> None:
+    """Set what lies around passes so that it is about so many seconds of each work; seconds: that each took in all.
+
+    Non-negative least squares, in proportion to each work's seconds, by trying every set of terms that are not zero.
+    """
+    names = [f.name for f in fields(Work) if f.name not in ("in_passes", "paced")]
     rows = np.array([[getattr(work, name) / spent for name in names] for work, spent in zip(works, seconds, strict=True)])
-    wanted = 1 - LEAST_SCALE * rows[:, 0]
+    wanted = np.array([part / spent for part, spent in zip(around, seconds, strict=True)])
     best, least = np.zeros(len(names)), math.inf
     for kept in itertools.product((False, True), repeat=len(names)):
         columns = np.flatnonzero(kept)
@@ -149,16 +218,17 @@ def fit(costs: Costs, works: Sequence[Work], seconds: Sequence[float]) -> None:
             best = np.zeros(len(names))
             best[columns] = found
             least = error
-    scale, a_pass, a_round, a_token, a_lookup = best.tolist()
-    costs.scale, costs.besides = LEAST_SCALE + scale, Besides(a_pass, a_round, a_token, a_lookup)
+    costs.besides = Besides(*best.tolist())
 
 
-def _pace_seconds() -> float:
-    """Time what a pace takes in a round of one sequence with guesses."""
+@torch.inference_mode()
+def _pace_seconds(between: Callable[[], object]) -> float:
+    """Time what a pace takes in a round of one sequence with guesses. between: what runs between its turns, and leaves it cold memory."""
     pace = Pace((0, 4, 8), drafts=True)
     plan = StepPlan((SequencePlan(0, (0,), 0, (0,), True, 8, 0.0, 0),))
     times = []
     for number in range(_PACED_ROUNDS):
+        between()
         begun = time.perf_counter()
         started = pace.begin(plan)
         chosen = pace.windows(0)

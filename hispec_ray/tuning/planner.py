@@ -7,12 +7,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from hispec_ray.config import Settings, SpeculationSettings
 from hispec_ray.llm import LLM
 from hispec_ray.request import SamplingParams
-from hispec_ray.tuning.contest import contest, engine_for
-from hispec_ray.tuning.costs import Costs, fit
+from hispec_ray.shard.shard import levels_for
+from hispec_ray.tuning.contest import Decoded, contest, engine_for
+from hispec_ray.tuning.costs import Costs, Seen, correct, fit, seen_in
 from hispec_ray.tuning.recording import Recording
 from hispec_ray.tuning.replay import replay
 
@@ -33,12 +35,14 @@ _CALIBRATION_SECONDS = 20.0
 class Plan:
     """Settings, the tokens a second that they are expected to make, and what they made where they were run. At batch 1.
 
-    Expected is against plain decoding, whose own speed is that of the same minutes.
+    Expected is against plain decoding, whose own speed is that of the same minutes. turns: how many times plain decoding's speed, in
+    each turn in which it was run beside it.
     """
 
     speculation: SpeculationSettings
     predicted: float
     measured: float | None = None
+    turns: Sequence[float] = ()
 
     def name(self) -> str:
         return describe(self.speculation)
@@ -149,8 +153,8 @@ class Bench:
         runs: int,
         seconds: float = 0.0,
         tell: Callable[[int, int], None] = lambda done, total: None,
-    ) -> list[list[float]]:
-        """Run plans beside each other in turns, after one that does not count; return each one's tokens a second in each turn.
+    ) -> list[list[Decoded]]:
+        """Run plans beside each other in turns, after one that does not count; return what each one made in each turn.
 
         runs: turns at least; more until so many seconds are over. tell: is told how many answers have ended, and of how many.
         """
@@ -162,25 +166,30 @@ class Bench:
             done = min(total, done + count)
             tell(done, total)
 
-        def turn() -> list[float]:
+        def turn() -> list[Decoded]:
             engines = [engine_for(self._settings, plan, 1, self._tokens, self._like) for plan in plans]
-            return [decoded.speed for decoded in contest(engines, self._prompts, self._params, ended)]
+            return contest(engines, self._prompts, self._params, ended)
 
         turn()
-        turns: list[list[float]] = []
+        turns: list[list[Decoded]] = []
         begun = time.perf_counter()
         while len(turns) < runs or time.perf_counter() - begun < seconds:
             turns.append(turn())
-        return [list(speeds) for speeds in zip(*turns, strict=True)]
+        return [list(found) for found in zip(*turns, strict=True)]
 
 
-def steady(speeds: Sequence[Sequence[float]]) -> list[float]:
+def against_first(turns: Sequence[Sequence[Decoded]]) -> list[list[float]]:
+    """Return how many times the first plan's speed each one had in each turn. turns: as of `Bench.compare`."""
+    return [[one.speed / first.speed for one, first in zip(found, turns[0], strict=True)] for found in turns]
+
+
+def steady(turns: Sequence[Sequence[Decoded]]) -> list[float]:
     """Return each plan's speed where the first one runs at its median: by ratios in the same turn, for machines are fast and slow in turns.
 
-    speeds: as of `Bench.compare`.
+    turns: as of `Bench.compare`.
     """
-    usual = statistics.median(speeds[0])
-    return [usual * statistics.median(one / first for one, first in zip(found, speeds[0], strict=True)) for found in speeds]
+    usual = statistics.median(decoded.speed for decoded in turns[0])
+    return [usual * statistics.median(ratios) for ratios in against_first(turns)]
 
 
 def calibrate(
@@ -191,11 +200,21 @@ def calibrate(
     probes: Sequence[SpeculationSettings],
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Run plain decoding and some other plans, and fit to them what lies around passes. The bench writes these recordings' texts."""
+    """Run plain decoding and some other plans, and learn from them what passes cost in rounds and what lies around these.
+
+    The bench writes these recordings' texts.
+    """
     plans = [PLAIN, *(probe.model_copy(update={"pace": "fixed"}) for probe in probes)]
-    speeds = steady(bench.compare(plans, _CALIBRATION_TURNS, _CALIBRATION_SECONDS, tell))
+    turns = bench.compare(plans, _CALIBRATION_TURNS, _CALIBRATION_SECONDS, tell)
+    seen: list[Seen] = []
+    for plan, found in zip(plans, turns, strict=True):
+        levels = levels_for(plan, layers, costs.own)
+        seen += chain.from_iterable(seen_in(decoded.passes, levels) for decoded in found)
+    correct(costs, seen)
     works = [replay(plan, recordings, costs, layers)[2] for plan in plans]
-    fit(costs, works, [work.tokens / speed for work, speed in zip(works, speeds, strict=True)])
+    seconds = [work.tokens / speed for work, speed in zip(works, steady(turns), strict=True)]
+    in_passes = [statistics.mean(decoded.in_passes for decoded in found) for found in turns]
+    fit(costs, works, [spent * (1 - share) for spent, share in zip(seconds, in_passes, strict=True)], seconds)
 
 
 def probes_of(starts: Sequence[SpeculationSettings]) -> list[SpeculationSettings]:

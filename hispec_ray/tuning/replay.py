@@ -59,11 +59,11 @@ class _Stage:
         return torch.tensor(said, dtype=torch.float64)[:, None]
 
     def run(self, first: int, last: int, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
-        self.work.alone += (last - first) * self.costs.layer.of(len(rows))
+        self.work.in_passes += self.costs.begin + (last - first) * self.costs.layer.of(len(rows))
         return hidden
 
     def logits(self, depth: int, hidden: torch.Tensor) -> torch.Tensor:
-        self.work.alone += self.costs.heads[depth].of(len(hidden))
+        self.work.in_passes += self.costs.heads[depth].of(len(hidden))
         self.work.passes += 1
         self._depth = depth
         return hidden
@@ -101,8 +101,8 @@ class _Stage:
             seconds.append(second)
             gaps.append(gap)
             position += 1
-        self.work.alone += len(guesses) * self.costs.guesses[depth].of(1) + self.costs.last_row(depth)
-        self.work.passes += 0.5
+        self.work.in_passes += self.costs.runs[depth].of(len(guesses))
+        self.work.passes += 1
         return Drafts([guesses], [seconds], [gaps])
 
     def choose(

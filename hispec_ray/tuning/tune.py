@@ -15,7 +15,7 @@ from hispec_ray.llm import LLM
 from hispec_ray.model.heads import read_card
 from hispec_ray.speculation.phrases import load_phrases
 from hispec_ray.tuning.costs import ROWS, Costs, measure
-from hispec_ray.tuning.planner import GRID, PLAIN, Bench, Plan, calibrate, describe, families, predict, probes_of, steady
+from hispec_ray.tuning.planner import GRID, PLAIN, Bench, Plan, against_first, calibrate, describe, families, predict, probes_of, steady
 from hispec_ray.tuning.recording import Recording, listen, write_texts
 from hispec_ray.tuning.replay import replay
 
@@ -42,6 +42,16 @@ class Tuning:
     plans: list[Plan]
     checked: list[Plan]
     chosen: SpeculationSettings
+
+    @property
+    def plain(self) -> Plan:
+        """Plain decoding, as it was run."""
+        return next(plan for plan in self.checked if plan.speculation == PLAIN)
+
+    @property
+    def pick(self) -> Plan:
+        """What was chosen, as it was run."""
+        return next(plan for plan in self.checked if plan.speculation == self.chosen)
 
     def settings_block(self) -> str:
         """The chosen plan as it stands under `args:` in a deployment file."""
@@ -99,14 +109,14 @@ def tune(
     best = _varied([plan for plan in plans if plan.speculation.method != "plain"], checks)
     tell("running the best", 0, 1)
     checked = [next(plan for plan in plans if plan.speculation == PLAIN), *best]
-    speeds = bench.compare([plan.speculation for plan in checked], runs, tell=partial(tell, "running the best"))
-    for plan, speed in zip(checked, steady(speeds), strict=True):
-        plan.measured = speed
+    turns = bench.compare([plan.speculation for plan in checked], runs, tell=partial(tell, "running the best"))
+    for plan, speed, ratios in zip(checked, steady(turns), against_first(turns), strict=True):
+        plan.measured, plan.turns = speed, ratios
     drift = (checked[0].measured or 0.0) / checked[0].predicted  # the machine may be faster or slower than when it was timed
     for plan in plans:
         plan.predicted *= drift
     fastest = max(checked, key=lambda plan: plan.measured or 0.0)
-    gain = (fastest.measured or 0.0) / (checked[0].measured or 1.0)
+    gain = statistics.median(fastest.turns)
     chosen = fastest.speculation if gain >= _LEAST_GAIN else PLAIN
     checked.sort(key=lambda plan: -(plan.measured or 0.0))
     return Tuning(recordings, agreement, costs, layers, plans, checked, chosen)
@@ -178,8 +188,7 @@ def draw(tuning: Tuning, path: Path) -> None:
         exits = f"check exit {base.exits.check}" if base.drafter == "lookup" else f"exits {base.exits.draft} and {base.exits.check}"
         right.set(title=f"Expected speed / plain of the best hierarchy\n({base.drafter}, {exits})", xlabel="window", ylabel="draft_tokens")
         figure.colorbar(image, ax=right)
-    speeds = {plan.speculation: plan.measured for plan in tuning.checked}
-    gain = (speeds[tuning.chosen] or 0.0) / (speeds[PLAIN] or 1.0)
+    gain = statistics.median(tuning.pick.turns)
     figure.suptitle(f"chosen: {describe(tuning.chosen)}, measured {gain:.2f} times plain decoding's speed at batch 1")
     figure.savefig(path, dpi=120)
     plt.close(figure)

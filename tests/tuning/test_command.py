@@ -6,11 +6,15 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from hispec_ray.abacus.problems import stream
-from hispec_ray.config import Settings
-from hispec_ray.tuning.planner import describe
+from hispec_ray.commands.tuning import _doubt
+from hispec_ray.config import Settings, SpeculationSettings
+from hispec_ray.tuning.costs import Costs
+from hispec_ray.tuning.planner import PLAIN, Plan, describe
+from hispec_ray.tuning.tune import Tuning
 
 
 def test_tune_writes_a_block_and_a_figure(hispec: Any, tmp_path: Path) -> None:
@@ -51,3 +55,13 @@ def test_a_file_for_out_is_refused_before_anything_is_tuned(hispec: Any, tmp_pat
     prompts.write_text("What is 1 + 1?\n")
     status, printed, errors = hispec("tune", "--model", "abacus", "--prompts", prompts, "--out", prompts)
     assert (status, printed, errors) == (2, "", f"hispec: error: out is '{prompts}', which is a file; it must be a folder\n")
+
+
+@pytest.mark.parametrize(("turns", "busy"), [((1.45, 1.5, 1.55), False), ((1.1, 1.5, 1.9), True)])
+def test_a_busy_machine_is_named(turns: tuple[float, ...], busy: bool) -> None:
+    guesses = Plan(SpeculationSettings(method="single", drafter="lookup", draft_tokens=4), 100.0, 150.0, turns)
+    checked = [guesses, Plan(PLAIN, 100.0, 100.0, (1.0, 1.0, 1.0))]
+    said = _doubt(Tuning([], {}, Costs(), 16, checked, checked, guesses.speculation))
+    assert (said is not None) == busy
+    if said:
+        assert "single lookup 4 ran at 1.10 to 1.90 times plain decoding's speed" in said
