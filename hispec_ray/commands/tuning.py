@@ -115,8 +115,8 @@ def _doubt(found: Tuning) -> str | None:
     if _scatter(plan) <= _STEADY:
         return None
     return (
-        f"the machine was busy: {plan.name()} ran at {min(plan.turns):.2f} to {max(plan.turns):.2f} times plain decoding's speed, "
-        "turn by turn; tune again when nothing else runs, or with more --runs"
+        f"{plan.name()} ran at {min(plan.turns):.2f} to {max(plan.turns):.2f} times plain decoding's speed, turn by turn: the machine was "
+        "busy, or the answers are short; tune again when nothing else runs, or with more tokens"
     )
 
 
@@ -131,7 +131,7 @@ def _table(found: Tuning) -> Table:
         title="Plans that were run, tokens a second at batch 1", title_justify="left", caption_justify="left",
         caption=(
             "a plan: method, drafter (exit where none is named), layers of its exits, draft_tokens/window, other settings; "
-            "x plain: times plain decoding's speed, the median of its turns"
+            "x plain: times plain decoding's speed, the median of its turns; turns: the least and the most of them"
         ),
     )  # fmt: skip
     for heading in ("plan", "expected", "measured", "x plain", "turns"):

@@ -61,6 +61,13 @@ class Doubt:
 NO_DOUBT = Doubt()
 
 
+def segment_layers(levels: Sequence[Level], end: int | None = None) -> list[int]:
+    """How many layers each level's segment runs, from the depth of the one before on, the exit's own among them; none above `end`."""
+    depths = [level.depth if end is None else min(level.depth, end) for level in levels]
+    own = [level.own is not None for level in levels]
+    return [depth - below + more for depth, below, more in zip(depths, (0, *depths), own, strict=False)]
+
+
 class Hierarchy:
     """Levels, shallow to deep, the last at the model's full depth, beneath them who guesses.
 

@@ -9,7 +9,7 @@ import torch
 
 from hispec_ray.core.plan import LevelCounts, SequenceResult, StepPlan, Timings, Told
 from hispec_ray.speculation.choice import Choose
-from hispec_ray.speculation.levels import Doubt, Hierarchy, Model
+from hispec_ray.speculation.levels import Doubt, Hierarchy, Model, segment_layers
 from hispec_ray.speculation.shaping import Shaper, logprobs
 from hispec_ray.speculation.state import Branch, RoundState, SequenceState
 
@@ -49,10 +49,7 @@ class Looker:
         self.doubt = doubt
         self._clock = clock
         self._end = end
-        depths = [min(level.depth, end) for level in cast.levels]
-        own = [level.own is not None for level in cast.levels]
-        self.layers = [depth - below + more for depth, below, more in zip(depths, (0, *depths[:-1]), own, strict=True)]
-        """That each level's segment runs in this process, the exit's own among them."""
+        self.layers = segment_layers(cast.levels, end)
 
     def verify(self, turn: Turn, level: int, states: list[SequenceState]) -> None:
         """Bring every known token and branch up to the level, and let it look at them."""

@@ -191,8 +191,15 @@ class Pace:
         """Take note of a round that starts, and return what is to be handed to `learn` after it."""
         for id in plan.ended:
             self._habits.pop(id, None)
-        decoding = [s for s in plan.sequences if s.room]
-        goes_on = any(s.id in self._habits for s in decoding)
+        batch, goes_on = 0, False
+        for sequence in plan.sequences:
+            if sequence.room:
+                batch += 1
+                habit = self._habits.get(sequence.id)
+                goes_on |= habit is not None
+                if habit is None:
+                    habit = self._habits[sequence.id] = _Habit(list(self._usual))
+                habit.rounds += 1
         self._rounds += 1
         first = self._rounds < _FORGET  # then at powers of two
         age, self._age = self._age, 2 * (self._rounds.bit_length() if first else _FORGET + self._rounds // _FORGET) + self._spanned
@@ -200,14 +207,10 @@ class Pace:
             self._choices.clear()
         due = self._rounds & (self._rounds - 1) == 0 if first else self._rounds % _FORGET == 0
         # not where one has turned out plain anyhow
-        self._plainly = due and self._plain_at.get(len(decoding), 0) <= (self._rounds // 2 if first else self._rounds - _FORGET // 2)
-        alone = len(decoding) == len(plan.sequences)
-        self._turn_to(len(decoding), alone)
-        for s in decoding:
-            if s.id not in self._habits:
-                self._habits[s.id] = _Habit(list(self._usual))
-            self._habits[s.id].rounds += 1
-        return Begun(self._rounds, len(decoding), goes_on, alone, self._plainly)
+        self._plainly = due and self._plain_at.get(batch, 0) <= (self._rounds // 2 if first else self._rounds - _FORGET // 2)
+        alone = batch == len(plan.sequences)
+        self._turn_to(batch, alone)
+        return Begun(self._rounds, batch, goes_on, alone, self._plainly)
 
     def _turn_to(self, batch: int, alone: bool) -> None:
         """Reckon with so many sequences. alone: see `Begun`."""
@@ -307,6 +310,8 @@ class Pace:
 
     def windows(self, id: int) -> tuple[int, ...]:
         """Return the windows of a sequence that decodes in this round."""
+        if not self._options:
+            return self._none
         habit = self._considered(id)
         habit.chosen = self._none
         if not habit.gain or not self._plain or self._plainly:

@@ -187,14 +187,11 @@ def run(task: Task, report: Callable[[Report], None]) -> None:
 def _training_settings(task: Task, world: int) -> TrainingSettings:
     settings = task.settings
     skips = settings.recipe == "layerskip"
-    each = settings.lines_per_step // world
     scored = task.source.architecture.vocabulary if task.vocabulary is None else len(task.vocabulary)
-    # logits of more rows would be computed twice
-    most = max(1, min(_TOKENS_AT_ONCE[settings.device], LOGITS_AT_ONCE[settings.device] // scored) // settings.line_tokens)
     return TrainingSettings(
         steps=settings.steps,
         lines_per_step=settings.lines_per_step,
-        micro_lines=max(lines for lines in range(1, min(each, most) + 1) if each % lines == 0),
+        micro_lines=_lines_at_once(settings.lines_per_step // world, settings.line_tokens, scored, settings.device),
         learning_rate=settings.learning_rate or RATES[settings.recipe],
         layer_dropout=settings.layer_dropout if skips else 0.0,
         text_weight=1.0 if skips else 0.0,
@@ -204,6 +201,17 @@ def _training_settings(task: Task, world: int) -> TrainingSettings:
         evaluate_every=max(10, settings.steps // 10),
         seed=settings.seed,
     )
+
+
+def _lines_at_once(lines: int, line_tokens: int, scored: int, device: str) -> int:
+    """How many of a process's lines it reads in one pass: as memory allows, and fewer where that keeps logits from being computed twice.
+
+    See `LOGITS_AT_ONCE`. scored: ids. Not less than half as many, for then passes are slow.
+    """
+    even = [some for some in range(1, lines + 1) if lines % some == 0]
+    most = max(some for some in even if some == 1 or some * line_tokens <= _TOKENS_AT_ONCE[device])
+    fewer = max(some for some in even if some == 1 or some * line_tokens * scored <= LOGITS_AT_ONCE[device])
+    return min(most, fewer) if 2 * fewer >= most else most
 
 
 class _Model:

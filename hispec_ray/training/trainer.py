@@ -30,7 +30,7 @@ class TrainingSettings(Group):
     steps: int
     lines_per_step: int
     micro_lines: int
-    """Lines that one process reads at once: what memory allows."""
+    """Lines that one process reads in one pass."""
     learning_rate: float = 1e-3
     weight_decay: float = 0.1
     warmup: float = 0.02

@@ -23,7 +23,7 @@ class Decoded:
     """What an engine made of the prompts, which wait in its queue.
 
     seconds: of all steps in which every place had a sequence with a token that went on, which leaves no place for one that reads its
-    prompt. tokens: that those steps wrote; passes: that they ran, as `Timings` has them. answers: token ids.
+    prompt. tokens: that those steps wrote; passes: that they ran, see `Timings`. answers: token ids.
     """
 
     seconds: float = 0.0
@@ -35,11 +35,6 @@ class Decoded:
     def speed(self) -> float:
         """Tokens a second; 0 where no step counts."""
         return self.tokens / self.seconds if self.tokens else 0.0
-
-    @property
-    def in_passes(self) -> float:
-        """Share of the seconds that passes took."""
-        return sum(seconds * times for *_, seconds, times in self.passes) / self.seconds if self.seconds else 0.0
 
 
 class _Entrant:

@@ -1,4 +1,4 @@
-"""What passes cost on this machine: seconds of layers, heads and guesses by rows, and of what lies around them."""
+"""What passes cost on this machine: seconds of layers and heads by rows, of runs of guesses by their number, and of what is around them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from hispec_ray.llm import LLM
 from hispec_ray.model.decoder import Decoder
 from hispec_ray.speculation.choice import Choose
 from hispec_ray.speculation.cost import Cost
-from hispec_ray.speculation.levels import Level
+from hispec_ray.speculation.levels import Level, segment_layers
 from hispec_ray.speculation.pace import LAST_ROW, Look, Pace
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _RUNS = (1, 8)
 """Guesses of the runs that are timed alone."""
-_PACED_ROUNDS = 100
+_PACED_ROUNDS, _PACED_SECONDS = 100, 2.0
+"""Rounds in which the pace is timed: so many, or as many as so many seconds hold."""
 _ENOUGH = 8
-"""Passes of so many rows that must have been seen in rounds, for what they took to be believed."""
+"""Passes of one kind and number of rows that must have been seen in rounds before what they took is believed."""
 
 
 @dataclass(slots=True)
@@ -93,18 +94,29 @@ class Seen(NamedTuple):
 
 
 def seen_in(passes: Iterable[tuple[int, int, float, float]], levels: Sequence[Level]) -> Iterator[Seen]:
-    """Yield the passes of rounds of one sequence at these levels. passes: as `Timings` has them."""
-    depths = [level.depth for level in levels]
-    own = [level.own is not None for level in levels]
-    layers = [depth - below + more for depth, below, more in zip(depths, (0, *depths), own, strict=False)]
+    """Yield the passes of rounds of one sequence at these levels. passes: as `Timings` has them.
+
+    Segments that ran the same rows one after the other were one pass.
+    """
+    layers = segment_layers(levels)
+    joined, last = Seen("layers", 0, 0, 0.0), -1
     for number, rows, seconds, times in passes:
         kind, at = divmod(number, len(levels))
-        if kind == 0 and layers[at]:
-            yield Seen("layers", layers[at], rows, seconds)
+        if kind == 0 and number == last + 1 and rows == joined.rows and levels[last].own is None:
+            joined = Seen("layers", joined.of + layers[at], rows, joined.seconds + seconds)
+        elif joined.of:
+            yield joined
+            joined = Seen("layers", 0, 0, 0.0)
+        last = -1
+        if kind == 0:
+            last = number
+            joined = joined if joined.of else Seen("layers", layers[at], rows, seconds)
         elif kind == 1:
-            yield Seen("head", depths[at], rows, seconds)
-        elif kind == 2 and times > 1:
-            yield Seen("run", depths[at], round(times - LAST_ROW), seconds * times)
+            yield Seen("head", levels[at].depth, rows, seconds)
+        elif times > 1:
+            yield Seen("run", levels[at].depth, round(times - LAST_ROW), seconds * times)
+    if joined.of:
+        yield joined
 
 
 def measure(llm: LLM, depths: Sequence[int], choose: Choose, *, context: int, rows: Sequence[int] = ROWS, repeats: int = 9) -> Costs:
@@ -164,51 +176,70 @@ def measure(llm: LLM, depths: Sequence[int], choose: Choose, *, context: int, ro
 def correct(costs: Costs, seen: Iterable[Seen]) -> None:
     """Put what passes took in rounds in the place of what they took alone.
 
-    How many times as long is a median for each number of rows, of layers, heads and runs each over all depths; between those that were
-    seen often enough it lies on lines, and beyond them it is that of the nearest. What a pass takes to begin is the difference between
-    passes through few layers and through many.
+    begin is what is left of a pass at no layers, on the line through passes of few layers and of many. Layers take so many times as long
+    as alone, by rows. Heads and runs of guesses do too, and something more that does not grow with them, for what lies around them is
+    timed with them: of a depth that was not seen, what it is for the others. Between the numbers of rows that were seen often enough all
+    this lies on lines, and beyond them it stays.
     """
     found: dict[tuple[str, int, int], list[float]] = {}
     for one in seen:
         found.setdefault((one.what, one.of, one.rows), []).append(one.seconds)
     found = {key: seconds for key, seconds in found.items() if len(seconds) >= _ENOUGH}
     layers = {(of, rows): seconds for (what, of, rows), seconds in found.items() if what == "layers"}
-    most = max((of for of, _ in layers), default=0)
+    if not layers:
+        return
+    most = max(of for of, _ in layers)
     begins = []
     for (few, rows), short in layers.items():
         if 2 * few < most and (long := layers.get((most, rows))):
             each = (statistics.median(long) - statistics.median(short)) / (most - few)
             begins.append(statistics.median(short) - few * each)
     costs.begin = max(0.0, statistics.median(begins)) if begins else 0.0
-    far = [(rows, (one - costs.begin) / of) for (of, rows), seconds in layers.items() if 2 * of >= most for one in seconds]
-    costs.layer = _times(costs.layer, [(rows, one / costs.layer.of(rows)) for rows, one in far])
-    for what, exits in (("head", costs.heads), ("run", costs.runs)):
-        known = {(of, rows): exits[of].of(rows) for kind, of, rows in found if kind == what and of in exits}
-        ratios = [(rows, one / alone) for (of, rows), alone in known.items() if alone for one in found[what, of, rows]]
-        exits.update({depth: _times(cost, ratios) for depth, cost in exits.items()})
+    far = {key: seconds for key, seconds in layers.items() if 2 * key[0] >= most}
+    slower = _by_rows((rows, (one - costs.begin) / of / costs.layer.of(rows)) for (of, rows), each in far.items() for one in each)
+    costs.layer = _changed(costs.layer, slower, {})
+    for what, exits, times in (("head", costs.heads, slower), ("run", costs.runs, {1: slower[min(slower)]})):
+        more = {
+            (of, rows): statistics.median(seconds) - _at(rows, times, 1.0) * exits[of].of(rows)
+            for (kind, of, rows), seconds in found.items()
+            if kind == what and of in exits
+        }
+        shared = _by_rows((rows, seconds) for (_, rows), seconds in more.items())
+        for depth, alone in exits.items():
+            own = _by_rows((rows, seconds) for (of, rows), seconds in more.items() if of == depth)
+            exits[depth] = _changed(alone, times, own or shared)
 
 
-def _times(cost: Cost, ratios: Iterable[tuple[int, float]]) -> Cost:
-    """The cost so many times: by rows, the median of these ratios."""
-    by_rows: dict[int, list[float]] = {}
-    for rows, ratio in sorted(ratios):
-        by_rows.setdefault(rows, []).append(ratio)
-    if not by_rows:
-        return cost
-    changed, medians = Cost(), [statistics.median(found) for found in by_rows.values()]
-    for rows in sorted({*ROWS, *by_rows}):
-        changed.add(rows, cost.of(rows) * float(np.interp(rows, list(by_rows), medians)))
+def _by_rows(values: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """The median of the values of each number of rows, the fewest rows first."""
+    found: dict[int, list[float]] = {}
+    for rows, value in values:
+        found.setdefault(rows, []).append(value)
+    return {rows: statistics.median(found[rows]) for rows in sorted(found)}
+
+
+def _at(rows: int, known: Mapping[int, float], without: float) -> float:
+    """What is known at so many rows, on lines between; `without` where nothing is."""
+    return float(np.interp(rows, list(known), list(known.values()))) if known else without
+
+
+def _changed(cost: Cost, times: Mapping[int, float], more: Mapping[int, float]) -> Cost:
+    """A cost that is so many times as high, and so many seconds more, by rows."""
+    changed = Cost()
+    for rows in sorted({*ROWS, *times, *more}):
+        before = _at(rows, times, 1.0) * cost.of(rows)
+        changed.add(rows, max(before + _at(rows, more, 0.0), 0.1 * before))
     return changed
 
 
-def fit(costs: Costs, works: Sequence[Work], around: Sequence[float], seconds: Sequence[float]) -> None:
-    """Set what lies around passes so that it is about so many seconds of each work; seconds: that each took in all.
+def fit(costs: Costs, works: Sequence[Work], seconds: Sequence[float]) -> None:
+    """Set what lies around passes so that the works take about these seconds.
 
     Non-negative least squares, in proportion to each work's seconds, by trying every set of terms that are not zero.
     """
     names = [f.name for f in fields(Work) if f.name not in ("in_passes", "paced")]
     rows = np.array([[getattr(work, name) / spent for name in names] for work, spent in zip(works, seconds, strict=True)])
-    wanted = np.array([part / spent for part, spent in zip(around, seconds, strict=True)])
+    wanted = np.array([1 - work.in_passes / spent for work, spent in zip(works, seconds, strict=True)])
     best, least = np.zeros(len(names)), math.inf
     for kept in itertools.product((False, True), repeat=len(names)):
         columns = np.flatnonzero(kept)
@@ -226,8 +257,11 @@ def _pace_seconds(between: Callable[[], object]) -> float:
     """Time what a pace takes in a round of one sequence with guesses. between: what runs between its turns, and leaves it cold memory."""
     pace = Pace((0, 4, 8), drafts=True)
     plan = StepPlan((SequencePlan(0, (0,), 0, (0,), True, 8, 0.0, 0),))
-    times = []
+    times: list[float] = []
+    until = time.perf_counter() + _PACED_SECONDS
     for number in range(_PACED_ROUNDS):
+        if times and time.perf_counter() > until:
+            break
         between()
         begun = time.perf_counter()
         started = pace.begin(plan)

@@ -153,10 +153,13 @@ class Bench:
         runs: int,
         seconds: float = 0.0,
         tell: Callable[[int, int], None] = lambda done, total: None,
+        *,
+        passes: bool = False,
     ) -> list[list[Decoded]]:
         """Run plans beside each other in turns, after one that does not count; return what each one made in each turn.
 
         runs: turns at least; more until so many seconds are over. tell: is told how many answers have ended, and of how many.
+        passes: keep what each one's passes took. Raises ValueError where an engine has no second step, for then it has no speed.
         """
         total = (runs + 1) * len(plans) * len(self._prompts)
         done = 0
@@ -168,7 +171,13 @@ class Bench:
 
         def turn() -> list[Decoded]:
             engines = [engine_for(self._settings, plan, 1, self._tokens, self._like) for plan in plans]
-            return contest(engines, self._prompts, self._params, ended)
+            found = contest(engines, self._prompts, self._params, ended)
+            for decoded in found:
+                if not decoded.tokens:
+                    raise ValueError("the model's answers are written in one step each: too short to measure; give other prompts")
+                if not passes:
+                    decoded.passes.clear()
+            return found
 
         turn()
         turns: list[list[Decoded]] = []
@@ -205,16 +214,14 @@ def calibrate(
     The bench writes these recordings' texts.
     """
     plans = [PLAIN, *(probe.model_copy(update={"pace": "fixed"}) for probe in probes)]
-    turns = bench.compare(plans, _CALIBRATION_TURNS, _CALIBRATION_SECONDS, tell)
+    turns = bench.compare(plans, _CALIBRATION_TURNS, _CALIBRATION_SECONDS, tell, passes=True)
     seen: list[Seen] = []
     for plan, found in zip(plans, turns, strict=True):
         levels = levels_for(plan, layers, costs.own)
         seen += chain.from_iterable(seen_in(decoded.passes, levels) for decoded in found)
     correct(costs, seen)
     works = [replay(plan, recordings, costs, layers)[2] for plan in plans]
-    seconds = [work.tokens / speed for work, speed in zip(works, steady(turns), strict=True)]
-    in_passes = [statistics.mean(decoded.in_passes for decoded in found) for found in turns]
-    fit(costs, works, [spent * (1 - share) for spent, share in zip(seconds, in_passes, strict=True)], seconds)
+    fit(costs, works, [work.tokens / speed for work, speed in zip(works, steady(turns), strict=True)])
 
 
 def probes_of(starts: Sequence[SpeculationSettings]) -> list[SpeculationSettings]:

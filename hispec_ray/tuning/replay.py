@@ -31,7 +31,7 @@ class _Stage:
     def __init__(self, costs: Costs, layers: int) -> None:
         self.costs = costs
         self.work = Work()
-        self._depth = layers
+        self._layers = self._depth = layers
 
     def seconds(self) -> float:
         return self.costs.seconds(self.work)
@@ -59,7 +59,9 @@ class _Stage:
         return torch.tensor(said, dtype=torch.float64)[:, None]
 
     def run(self, first: int, last: int, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
-        self.work.in_passes += self.costs.begin + (last - first) * self.costs.layer.of(len(rows))
+        if first < self._layers:  # an exit's own layer is run in the same pass
+            self.work.in_passes += self.costs.begin
+        self.work.in_passes += (last - first) * self.costs.layer.of(len(rows))
         return hidden
 
     def logits(self, depth: int, hidden: torch.Tensor) -> torch.Tensor:

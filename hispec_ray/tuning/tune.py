@@ -163,7 +163,8 @@ def draw(tuning: Tuning, path: Path) -> None:
     left.bar(list(tuning.agreement), [100 * share for share in tuning.agreement.values()], color="#4c78a8")
     left.set(title="Agreement with the full depth", xlabel="exit (layers)", ylabel="% of the model's own tokens", ylim=(0, 100))
     layers = tuning.layers
-    middle.plot(ROWS, [1000 * layers * tuning.costs.layer.of(rows) for rows in ROWS], marker="o", label=f"all {layers} layers")
+    passes = [tuning.costs.begin + layers * tuning.costs.layer.of(rows) for rows in ROWS]
+    middle.plot(ROWS, [1000 * seconds for seconds in passes], marker="o", label=f"all {layers} layers")
     middle.plot(ROWS, [1000 * tuning.costs.heads[layers].of(rows) for rows in ROWS], marker="o", label="the full head")
     middle.set(title="Cost of a pass", xlabel="rows", ylabel="ms", ylim=(0, None))
     middle.legend(frameon=False)

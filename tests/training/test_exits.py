@@ -24,7 +24,7 @@ from hispec_ray.distill import Wish, distill, read_prompts
 from hispec_ray.model.heads import Card, card_path, load_heads, read_card
 from hispec_ray.model.weights import open_model
 from hispec_ray.training import output
-from hispec_ray.training.exits import RATES, ExitTrainingSettings
+from hispec_ray.training.exits import RATES, ExitTrainingSettings, _lines_at_once
 
 Words = list[object]
 PROMPTS = ["ab cd", "the tt", "so to", "u v w x", "zz", "a ta tb"]
@@ -410,6 +410,15 @@ def test_ctrl_c_says_how_to_go_on(words: Words, tmp_path: Path, hispec: Run, mon
     status, out, err = hispec(*words)
     assert (status, out) == (130, "")
     assert err.endswith(f"stopped; the same command goes on from the last checkpoint in {tmp_path / 'out'}\n")
+
+
+@pytest.mark.parametrize(
+    ("lines", "scored", "at_once"),
+    [(16, 512, 8), (16, 49_152, 4), (4, 49_152, 4), (16, 128_256, 8), (7, 49_152, 7), (1, 128_256, 1), (6, 49_152, 3)],
+)
+def test_lines_are_read_together_as_far_as_their_logits_fit_at_once(lines: int, scored: int, at_once: int) -> None:
+    """Of 256 tokens, on a CPU: 8 at most, and 5 whose logits fit; not where that would halve them twice."""
+    assert _lines_at_once(lines, 256, scored, "cpu") == at_once
 
 
 def test_the_help_shows_the_settings_own_defaults() -> None:

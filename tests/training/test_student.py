@@ -132,6 +132,19 @@ def test_logits_in_pieces_give_the_same_loss_and_gradients(frozen: bool, tmp_pat
     assert max(sizes) == 5
 
 
+def test_logits_of_few_ids_come_in_larger_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("smollm", tmp_path)
+    student = ExitStudent(model, [1, 2], networks=networks(48), vocabulary=VOCABULARY)
+    monkeypatch.setitem(LOGITS_AT_ONCE, "cpu", 5 * len(VOCABULARY))
+    sizes: list[int] = []
+    score = student._score
+    monkeypatch.setattr(student, "_score", lambda *args: (sizes.append(len(args[3])), score(*args))[1])
+    pieces, _ = student(*batch(), text_weight=0.0, agreement=False)
+    assert max(sizes) == 5
+    monkeypatch.setitem(LOGITS_AT_ONCE, "cpu", 2**26)
+    torch.testing.assert_close(student(*batch(), text_weight=0.0, agreement=False)[0], pieces)
+
+
 def parts(scores: Any) -> list[torch.Tensor]:
     return [scores.tokens, scores.text, scores.divergence, scores.agreement]
 

@@ -45,6 +45,9 @@ def test_all_write_everything_and_full_places_count(batch: int, llm: LLM, prompt
     assert sum(ended) == 2 * len(prompts)
     first = min(steps.count(0), steps.count(1))
     assert {0, 1} <= set(steps[: first // 2]), "beside each other"
+    plainly = [(number, rows) for number, rows, *_ in plain.passes]
+    assert plainly == [(0, batch), (1, batch)] * (plain.tokens // batch), "the passes of the steps that count: all layers, the head"
+    assert 0 < sum(seconds * times for *_, seconds, times in guessed.passes) < guessed.seconds
     if batch == 1:
         assert plain.tokens == guessed.tokens == sum(map(len, expected)) - len(prompts), "all but each one's first"
     else:  # three begin and write on alone until the first of them ends, then each of the others comes in for one

@@ -16,9 +16,10 @@ from hispec_ray.config import Settings, SpeculationSettings
 from hispec_ray.core.plan import StepPlan, StepResult
 from hispec_ray.speculation.choice import Choices
 from hispec_ray.speculation.cost import Cost
+from hispec_ray.speculation.levels import Level
 from hispec_ray.speculation.round import Round
 from hispec_ray.tuning.contest import Decoded
-from hispec_ray.tuning.costs import Besides, Costs, measure
+from hispec_ray.tuning.costs import Besides, Costs, Seen, correct, measure, seen_in
 from hispec_ray.tuning.planner import GRID, PLAIN, calibrate, climb, describe, families, predict, probes_of, steady
 from hispec_ray.tuning.recording import Recording, listen, write_texts
 from hispec_ray.tuning.replay import replay
@@ -161,16 +162,22 @@ def test_lookups_go_straight_to_the_full_depth_where_the_check_exit_does_not_pay
     assert check.passes < 20
 
 
-@pytest.mark.parametrize("besides", [Besides(), Besides(0.0, 0.003), Besides(0.0, 0.005, 0.001, 0.003)], ids=str)
+@pytest.mark.parametrize("besides", [Besides(), Besides(0.004), Besides(0.0, 0.003), Besides(0.002, 0.005, 0.001, 0.003)], ids=str)
 @pytest.mark.parametrize("seconds", [(0.001, 0.001), (0.0005, 0.001), (0.0013, 0.004)], ids=str)
 def test_calibration_foretells_what_plans_take_that_were_not_run(
     besides: Besides, seconds: tuple[float, float], recordings: dict[float, list[Recording]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From what a few plans take, as a machine would run them whose layers cost something else in rounds than alone."""
+    """From what a few plans take, as a machine would run them whose passes cost something else in rounds than alone."""
     machine, found = flat(0.001), flat(0.001)
-    machine.besides, machine.layer = besides, Cost()
+    machine.besides, machine.layer, machine.begin = besides, Cost(), 0.002
     for rows, each in zip((1, 16), seconds, strict=True):
         machine.layer.add(rows, each)
+    for depth in (*DEPTHS, LAYERS):
+        machine.heads[depth].add(1, 0.003)
+        machine.heads[depth].add(16, 0.006)
+        machine.runs[depth] = Cost()
+        for guesses in (1, 16):
+            machine.runs[depth].add(guesses, 0.004 + seconds[0] * depth * (guesses + 1))
     passes: list[tuple[int, int, float, float]] = []
     run = Round.run
 
@@ -180,7 +187,10 @@ def test_calibration_foretells_what_plans_take_that_were_not_run(
         return result
 
     class Clockwork:
-        def compare(self, plans: Sequence[SpeculationSettings], runs: int, seconds: float, tell: object) -> list[list[Decoded]]:
+        def compare(
+            self, plans: Sequence[SpeculationSettings], runs: int, seconds: float, tell: object, *, passes: bool
+        ) -> list[list[Decoded]]:
+            assert passes
             with monkeypatch.context() as patch:
                 patch.setattr(Round, "run", noted)
                 return [[self._decoded(plan)] * runs for plan in plans]
@@ -195,6 +205,47 @@ def test_calibration_foretells_what_plans_take_that_were_not_run(
     for start in (PLAIN, *starts):
         plan = start.model_copy(update={"draft_tokens": 5, "window": 7, "pace": "fixed"})
         assert replay(plan, recordings[0.0], found, LAYERS)[0] == pytest.approx(replay(plan, recordings[0.0], machine, LAYERS)[0], rel=0.02)
+
+
+def test_passes_are_told_from_what_rounds_note() -> None:
+    """Segments that ran as one are one pass, but for one whose exit has a layer of its own; a run is told by its guesses."""
+    levels = (Level("draft", 2, 0), Level("check", 4, 3), Level("full", 16, 6))
+    noted = [
+        (6, 1, 0.01, 3.5),
+        (1, 4, 0.02, 1.0), (4, 2, 0.001, 1.0),
+        (0, 1, 0.01, 1.0), (1, 1, 0.02, 1.0), (4, 1, 0.001, 1.0),
+        (0, 5, 0.01, 1.0), (1, 5, 0.01, 1.0), (2, 5, 0.06, 1.0), (5, 5, 0.002, 1.0),
+        (1, 2, 0.02, 1.0), (2, 6, 0.03, 1.0),
+    ]  # fmt: skip
+    assert [(one.what, one.of, one.rows, pytest.approx(one.seconds)) for one in seen_in(noted, levels)] == [
+        ("run", 2, 3, 0.035),
+        ("layers", 2, 4, 0.02), ("head", 4, 2, 0.001),
+        ("layers", 4, 1, 0.03), ("head", 4, 1, 0.001),
+        ("layers", 16, 5, 0.08), ("head", 16, 5, 0.002),
+        ("layers", 2, 2, 0.02), ("layers", 12, 6, 0.03),
+    ]  # fmt: skip
+    own = (Level("draft", 2, 0, own=16), Level("full", 16, 6))
+    noted = [(0, 3, 0.01, 1.0), (1, 3, 0.05, 1.0), (3, 3, 0.002, 1.0)]
+    assert [(one.what, one.of) for one in seen_in(noted, own)] == [("layers", 3), ("layers", 14), ("head", 16)]
+
+
+def test_what_rounds_take_replaces_what_passes_take_alone() -> None:
+    """Layers take twice as long, and a pass a second to begin; a head half a second more; of an exit that was not seen too."""
+    costs = flat(1.0)
+    for depth in (*DEPTHS, LAYERS):
+        costs.heads[depth].add(1, 0.1 * depth)
+    passes = [Seen("layers", 16, 1, 33.0), Seen("layers", 2, 1, 5.0), Seen("head", 2, 1, 2 * 0.2 + 0.5)]
+    correct(costs, passes * 7)
+    assert costs.begin == 0.0, "seven are too few"
+    assert costs.layer.of(1) == 1.0
+    correct(costs, [])
+    assert costs.layer.of(1) == 1.0
+    correct(costs, passes * 8)
+    assert costs.begin == pytest.approx(1.0)
+    assert costs.layer.of(1) == pytest.approx(2.0)
+    assert costs.heads[2].of(1) == pytest.approx(0.9)
+    assert costs.heads[4].of(1) == pytest.approx(2 * 0.4 + 0.5)
+    assert costs.runs[2].of(3) == pytest.approx(2 * flat(1.0).runs[2].of(3)), "none was seen: as many times as layers"
 
 
 def test_a_context_too_short_to_time_passes_in_is_named() -> None:
