@@ -15,7 +15,7 @@ CONTEXT = 4
 """Tokens that settle what comes next: a character has at most four bytes, so it is spread over at most four tokens."""
 
 WINDOW = 8
-"""Most tokens that are decoded together; a longer window is cut back to CONTEXT."""
+"""Most tokens that a window begins with: one of so many is cut back to CONTEXT before more are added."""
 
 
 class Tokenizer(Protocol):
@@ -106,12 +106,19 @@ class CharacterStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # of the running byte-fallback run
         self._prompts = False  # the held character was begun by the prompt
         for token_id in self._last_tokens(prompt_ids):
-            self._decode(token_id)
+            self._decode([token_id])
         self._prompts = self._held or bool(self._utf8.getstate()[0])
 
     def push(self, token_id: int) -> str:
         """Return the characters that the token completed."""
-        return "" if self._detokenizer.silent(token_id) else self._own(self._decode(token_id))
+        return "" if self._detokenizer.silent(token_id) else self._own(self._decode([token_id]))
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """Return the characters that these tokens completed: what pushing them one by one gives together, at the price of one or two."""
+        told = [id for id in token_ids if not self._detokenizer.silent(id)]
+        if any(self._detokenizer.byte(id) is not None for id in told):
+            return "".join([self._own(self._decode([id])) for id in told])
+        return self._own(self._decode(told)) if told else ""
 
     def finish(self) -> str:
         """Return what is still unfinished: one U+FFFD, or nothing. Not to be pushed to afterwards."""
@@ -127,21 +134,22 @@ class CharacterStream:
                     break
         return last[::-1]
 
-    def _decode(self, token_id: int) -> str:
-        byte = self._detokenizer.byte(token_id)
+    def _decode(self, token_ids: list[int]) -> str:
+        """token_ids: one, or more of which none is a byte-fallback token."""
+        byte = self._detokenizer.byte(token_ids[0])
         if byte is not None:
             # From here the window is the byte's token alone: the next word's context. Its text is not used.
             text = (REPLACEMENT if self._held else "") + self._utf8.decode(byte)
-            self._window = [token_id]
+            self._window = token_ids
             self._held = False
             self._released = len(self._detokenizer.decode(self._window))
             return text
         text = self._utf8.decode(b"", final=True)
-        if len(self._window) == WINDOW:
+        if len(self._window) >= WINDOW:
             # Also where a character is cut at the window's left: its last bytes read as U+FFFD, in the part that is released.
             del self._window[:-CONTEXT]
             self._released = len(self._detokenizer.decode(self._window)) - self._held
-        self._window.append(token_id)
+        self._window += token_ids
         whole = self._detokenizer.decode(self._window)
         self._held = whole.endswith(REPLACEMENT)
         end = len(whole) - self._held
@@ -209,9 +217,8 @@ def _extended(text: str, border: list[int], matched: int, character: str) -> int
 class TextStream:
     """One sequence's text as it may be shown: whole characters, ended before the first stop string.
 
-    Push the chosen tokens one by one, those of an accepted run too, and look at `stopped` after each: the tokens after the one that set it
-    are not part of the answer. At the end of a sequence that was not stopped, call finish for what was held back.
-    The pieces that push and finish return, joined, are the text.
+    Push the chosen tokens as they come and look at `stopped`: the tokens after the one that set it are not part of the answer. At the end
+    of a sequence that was not stopped, call finish for what was held back. What the pushes and finish return, joined, is the text.
     deaf: how many tokens come first in whose characters no stop string is looked for.
     """
 
@@ -229,6 +236,17 @@ class TextStream:
             self._deaf -= 1
             return self._characters.push(token_id)
         return self._release(self._characters.push(token_id))
+
+    def push_all(self, token_ids: Sequence[int]) -> tuple[int, str]:
+        """Push these tokens, or those up to the one that completes a stop string; return how many and what they gave."""
+        if not self._stops:
+            return len(token_ids), self._characters.push_all(token_ids)
+        pieces: list[str] = []
+        for token_id in token_ids:
+            if self.stopped is not None:
+                break
+            pieces.append(self.push(token_id))
+        return len(pieces), "".join(pieces)
 
     def finish(self) -> str:
         """Return the text that was held back; "" after a stop string. Nothing may be pushed afterwards."""

@@ -170,7 +170,7 @@ class Engine:
     def _text(self, request: GenerationRequest) -> tuple[TextStream, str]:
         """Return the stream of an answer's text behind what is written of it, and what that has shown."""
         stream = self.detokenizer.stream(request.prompt_ids, request.params.stop, request.params.min_tokens)
-        return stream, "".join([stream.push(token) for token in request.written])
+        return stream, stream.push_all(request.written)[1]
 
     def written(self, request: GenerationRequest) -> TokenDelta:
         """Return what was said of an answer's written tokens when they came; log-probabilities and levels are unknown. On any thread."""
@@ -274,32 +274,27 @@ class Engine:
         self.executor.close()
 
     def _judge(self, result: SequenceResult) -> TokenDelta:
-        """Take the committed tokens one by one, as plain decoding would, up to the one that ends the answer."""
+        """Take the committed tokens as plain decoding would have, one by one: up to the one that ends the answer."""
         answer = self._answers[result.id]
         sequence, stream = answer.sequence, answer.text
         room = sequence.limit - len(sequence.tokens) if answer.request.params.max_tokens != 0 else 0
-        pieces: list[str] = []
-        kept = 0
+        good = result.tokens if result.failed is None else result.tokens[: result.failed]
+        within = good[:room]
+        end = next((index for index, token in enumerate(within) if token in sequence.ends), None)
+        kept, text = stream.push_all(within[:end])
         stopped_by: str | int | None = None
         reason: FinishReason | None = None
-        if not room:
-            reason = FinishReason.LENGTH
-        good = len(result.tokens) if result.failed is None else result.failed
-        while reason is None and kept < good:
-            token = result.tokens[kept]
+        if stream.stopped is not None:
+            reason = FinishReason.STOP
+        elif end is not None:
+            reason, stopped_by = FinishReason.STOP, within[end]
             kept += 1
-            if token in sequence.ends:
-                reason, stopped_by = FinishReason.STOP, token
-                break
-            pieces.append(stream.push(token))
-            if stream.stopped is not None:
-                reason = FinishReason.STOP
-            elif kept == room:
-                reason = FinishReason.LENGTH
+        elif kept == room:
+            reason = FinishReason.LENGTH
         if reason is None and result.failed is not None:
             reason = FinishReason.ERROR
         if reason is not None:
-            pieces.append(stream.finish())
+            text += stream.finish()
             if stream.stopped is not None:  # a stop string may end in a character that only the end completes
                 reason, stopped_by = FinishReason.STOP, stream.stopped
             del self._answers[result.id]
@@ -310,4 +305,4 @@ class Engine:
         self.scheduler.update(result.id, tokens, reason is not None)
         levels = [self.levels[level] for level in result.levels[:kept]]
         told = result.prompt_logprobs
-        return TokenDelta(answer.request.id, "".join(pieces), tokens, levels, reason, result.logprobs[:kept], told, stopped_by)
+        return TokenDelta(answer.request.id, text, tokens, levels, reason, result.logprobs[:kept], told, stopped_by)

@@ -156,6 +156,31 @@ def test_any_sentencepiece_tokens_give_the_text_of_their_bytes(token_ids: list[i
         assert expected == decode(SENTENCEPIECE, prompt_ids + known)
 
 
+runs = st.lists(st.integers(0, 7), min_size=1, max_size=12)
+
+
+@settings(deadline=None, max_examples=300)
+@given(kinds, st.data(), runs, st.lists(stop_strings, max_size=2), st.integers(0, 3))
+def test_runs_of_tokens_give_what_the_tokens_give_one_by_one(
+    kind: str, data: st.DataObject, runs: list[int], stops: list[str], deaf: int
+) -> None:
+    ids = st.integers(0, len(KINDS[kind]) + 3)
+    if kind == "byte_level":
+        ids |= st.sampled_from(byte_level_ids(b"\xe2\x82\xac\xf0\x9f\x8e\x89\xffa\xef\xbf\xbd\xed\xa0"))
+    prompt_ids, *parts = [data.draw(st.lists(ids, min_size=count, max_size=count)) for count in [5, *runs]]
+    single, joined = (DETOKENIZERS[kind].stream(prompt_ids, stops, deaf) for _ in range(2))
+    for part in parts:
+        expected = "".join([single.push(token_id) for token_id in part if single.stopped is None])
+        taken, text = joined.push_all(part)
+        assert (text, joined.stopped) == (expected, single.stopped)
+        if joined.stopped is not None:
+            assert taken > 0
+            break
+        assert taken == len(part)
+    assert joined.finish() == single.finish()
+    assert joined.stopped == single.stopped
+
+
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_characters_come_out_whole_and_at_their_last_token(kind: str) -> None:
     data = "é漢🎉a".encode()
@@ -329,6 +354,13 @@ def test_accepted_run_ends_inside_at_the_token_that_completes_the_stop_string() 
     assert shown == ["t", "h", "e", " ", "", "", ""]
     assert stream.push(run[-1]) == ""
     assert stream.finish() == ""
+
+
+def test_run_with_a_stop_string_is_taken_up_to_its_last_token() -> None:
+    stream = DETOKENIZERS["byte_level"].stream([], ["cat"])
+    assert stream.push_all(byte_level_ids(b"the")) == (3, "the")
+    assert stream.push_all(byte_level_ids(b" cats")) == (4, " ")
+    assert stream.push_all(byte_level_ids(b"s")) == (0, "")
 
 
 def test_stop_string_inside_one_token_keeps_what_stands_before_it() -> None:
