@@ -84,7 +84,7 @@ class Detokenizer:
 
 
 class CharacterStream:
-    """One sequence's text as whole characters, token by token.
+    """One sequence's text as whole characters, after every token or run of tokens.
 
     The text is what decoding prompt and answer together has after the prompt, so the space before the first word is kept.
     1. A short window of the latest tokens is decoded; what is longer than last time is new. The prompt's last tokens are
@@ -114,7 +114,10 @@ class CharacterStream:
         return "" if self._detokenizer.silent(token_id) else self._own(self._decode([token_id]))
 
     def push_all(self, token_ids: Sequence[int]) -> str:
-        """Return the characters that these tokens completed: what pushing them one by one gives together, at the price of one or two."""
+        """Return the characters that these tokens completed: what pushing them one by one gives together, at the price of one or two.
+
+        A run with a byte-fallback token is pushed one by one, for such tokens bypass the window.
+        """
         told = [id for id in token_ids if not self._detokenizer.silent(id)]
         if any(self._detokenizer.byte(id) is not None for id in told):
             return "".join([self._own(self._decode([id])) for id in told])
@@ -140,7 +143,7 @@ class CharacterStream:
         if byte is not None:
             # From here the window is the byte's token alone: the next word's context. Its text is not used.
             text = (REPLACEMENT if self._held else "") + self._utf8.decode(byte)
-            self._window = token_ids
+            self._window = [*token_ids]
             self._held = False
             self._released = len(self._detokenizer.decode(self._window))
             return text
@@ -238,7 +241,10 @@ class TextStream:
         return self._release(self._characters.push(token_id))
 
     def push_all(self, token_ids: Sequence[int]) -> tuple[int, str]:
-        """Push these tokens, or those up to the one that completes a stop string; return how many and what they gave."""
+        """Push these tokens, or those up to the one that completes a stop string; return how many and what they gave.
+
+        One by one where there are stop strings, for a token behind the one that completes it is not part of the answer.
+        """
         if not self._stops:
             return len(token_ids), self._characters.push_all(token_ids)
         pieces: list[str] = []

@@ -1,4 +1,4 @@
-"""The step loop: schedule, run, judge the new tokens one by one, hand out text."""
+"""The step loop: schedule, run, judge the new tokens, hand out text."""
 
 from __future__ import annotations
 
