@@ -120,7 +120,7 @@ class CharacterStream:
         """
         told = [id for id in token_ids if not self._detokenizer.silent(id)]
         if any(self._detokenizer.byte(id) is not None for id in told):
-            return "".join([self._own(self._decode([id])) for id in told])
+            return "".join(map(self.push, told))
         return self._own(self._decode(told)) if told else ""
 
     def finish(self) -> str:

@@ -278,8 +278,7 @@ class Engine:
         answer = self._answers[result.id]
         sequence, stream = answer.sequence, answer.text
         room = sequence.limit - len(sequence.tokens) if answer.request.params.max_tokens != 0 else 0
-        good = result.tokens if result.failed is None else result.tokens[: result.failed]
-        within = good[:room]
+        within = result.tokens[: result.failed][:room]
         end = next((index for index, token in enumerate(within) if token in sequence.ends), None)
         kept, text = stream.push_all(within[:end])
         stopped_by: str | int | None = None
