@@ -64,12 +64,14 @@ class Timings:
 
     passes: (number of the cost in the pace, rows, seconds of one, how many of them, a fraction for a part of one).
     asked: what a lookup took to say what it guesses. learning: what the pace took to learn from rounds before this one, before its start.
+    upkeep: what rows took in exits' own layers that had waited for them.
     """
 
     start: float = 0.0
     end: float = 0.0
     asked: float = 0.0
     learning: float = 0.0
+    upkeep: float = 0.0
     passes: list[tuple[int, int, float, float]] = field(default_factory=list)
 
 

@@ -61,11 +61,14 @@ class Ahead:
         known = len(s.tokens)
         for level in range(len(s.marks) - 1):
             s.marks[level] = min(max(0, a.marks[level] - 1), known - 1)  # a round always has the last token to run
+            s.owned[level] = min(max(0, a.owned[level] - 1), s.marks[level])
+            if s.owned[level] < s.marks[level]:
+                state.owing(level)[s.home : s.home + known] = self.turn.state.owing(level)[a.home + 1 : a.home + 1 + known]
             s.settled[level] = min(max(s.first, a.settled[level] - 1), known)
         state.held()[s.home : s.home + known] = self.turn.state.held()[a.home + 1 : a.home + 1 + known]
 
 
 def _came_true(a: SequenceState, s: SequenceState) -> bool:
-    same = s.plan.start == a.plan.start + 1 and s.plan.tokens == (a.tokens[1],) and s.plan.history is None
+    same = s.plan.start == a.plan.start + 1 and s.plan.tokens == (a.tokens[1],) and s.plan.history is None and not s.before
     table = s.plan.blocks[: len(a.plan.blocks)]
     return same and table == a.plan.blocks[: len(table)] and s.plan.room > 0 and s.windows[-1] > 0 and not s.direct

@@ -62,10 +62,9 @@ NO_DOUBT = Doubt()
 
 
 def segment_layers(levels: Sequence[Level], end: int | None = None) -> list[int]:
-    """How many layers each level's segment runs, from the depth of the one before on, the exit's own among them; none above `end`."""
+    """How many layers each level's segment runs, from the depth of the one before on; none above `end`, and none that is an exit's own."""
     depths = [level.depth if end is None else min(level.depth, end) for level in levels]
-    own = [level.own is not None for level in levels]
-    return [depth - below + more for depth, below, more in zip(depths, (0, *depths), own, strict=False)]
+    return [depth - below for depth, below in zip(depths, (0, *depths), strict=False)]
 
 
 class Hierarchy:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hispec_ray.core.plan import LevelCounts, SequenceResult, StepPlan, Timings, Told
+from hispec_ray.core.plan import LevelCounts, Rows, SequenceResult, StepPlan, Timings, Told
 from hispec_ray.speculation.choice import Choose
 from hispec_ray.speculation.levels import Doubt, Hierarchy, Model, segment_layers
 from hispec_ray.speculation.shaping import Shaper, logprobs
-from hispec_ray.speculation.state import Branch, RoundState, SequenceState
+from hispec_ray.speculation.state import Branch, RoundState, SequenceState, in_order, pick
+from hispec_ray.speculation.upkeep import Upkeep
 
 _TOLD_AT_ONCE = 64  # rows of a prompt: their logits take much memory
 
@@ -29,7 +30,7 @@ class Turn:
     timings: Timings = field(default_factory=Timings)
 
     def timed(self, cost: int, rows: int, seconds: float, times: float = 1) -> None:
-        """Note what a pass took, or each of so many. cost: as the pace numbers them: segments, heads, the guess."""
+        """Note what a pass took, or each of so many. cost: as the pace numbers them: segments, heads, the guess, exits' own layers."""
         self.timings.passes.append((cost, rows, seconds, times))
 
 
@@ -37,6 +38,7 @@ class Looker:
     """Runs levels on a model: see the module.
 
     cast: the levels. end: depth at which the layers end that are in this process; those above are in others.
+    upkeep: of exits' own layers.
     """
 
     def __init__(
@@ -50,10 +52,23 @@ class Looker:
         self._clock = clock
         self._end = end
         self.layers = segment_layers(cast.levels, end)
+        self.upkeep = Upkeep(model, cast, clock)
 
     def verify(self, turn: Turn, level: int, states: list[SequenceState]) -> None:
         """Bring every known token and branch up to the level, and let it look at them."""
-        hidden, places = self.run_segments(turn, level, states)
+        own = self.cast.levels[level].own
+        if own is not None:
+            turn.timings.upkeep += self.upkeep.catch_up(turn.state, (level,), states, turn.counts)
+        hidden, rows, places = self.run_segments(turn, level, states)
+        if own is not None:
+            begun = self._clock()
+            hidden = self.model.run(own, own + 1, hidden, rows)
+            for s, (_, _, branches) in zip(states, places, strict=True):
+                s.owned[level] = s.marks[level]
+                for branch in branches:
+                    branch.owned.add(level)
+            turn.counts[level + self.cast.source].layers += 1
+            turn.timed(2 * len(self.cast.levels) + 1 + level, len(rows), self._clock() - begun)
         self.judge(turn, level, states, hidden, places)
 
     def judge(self, turn: Turn, level: int, states: list[SequenceState], hidden: torch.Tensor, places: list[Place]) -> None:
@@ -140,6 +155,7 @@ class Looker:
         place, own, gap = first + kept, choices[kept], gaps[kept]
         rejected = s.tokens[place] if kept < tentative else None
         taken = next((i for i, branch in enumerate(looked) if branch.index == place and branch.token == own), None)
+        owned, s.owned = s.owned, [min(rows, place) for rows in s.owned]
         del s.tokens[place:]
         del s.origins[place - s.first :]
         accepted = kept
@@ -163,7 +179,9 @@ class Looker:
                 accepted += self._offer(turn, level, s, first, place, seconds_after)
                 if gap < self.doubt.branch and taken is None:
                     if seconds[kept] == rejected:  # its row has been run already
-                        stays = turn.state.branch(s, known, rejected, source, level + 1)
+                        stays = turn.state.branch(
+                            s, known, rejected, source, level + 1, [at for at, rows in enumerate(owned) if rows > known]
+                        )
                         accepted += 1 if stays else 0
                     else:
                         turn.state.branch(s, known, seconds[kept], source)
@@ -198,14 +216,14 @@ class Looker:
                 turn.state.branch(s, index, token, level + self.cast.source)
         return len(stay)
 
-    def run_segments(self, turn: Turn, level: int, states: list[SequenceState]) -> tuple[torch.Tensor, list[Place]]:
+    def run_segments(self, turn: Turn, level: int, states: list[SequenceState]) -> tuple[torch.Tensor, Rows, list[Place]]:
         """Bring every known token and branch up to the level.
 
-        Returns what the level's head is to read of its new rows, or at the top what the next process is to run on, and each sequence's
-        place among them. A row that passes a depth whose exit has a layer of its own is run through that too, whoever looks: later
-        rows attend to it there.
+        Returns the new rows at its depth, or at the top what the next process is to run on, what rows they are, and each sequence's
+        place among them. Rows that pass a depth whose exit has a layer of its own are left waiting for that.
         """
         hidden: torch.Tensor | None = None
+        rows: Rows | None = None
         segment = depth = 0
         while segment <= level:
             begun = self._clock()
@@ -217,7 +235,7 @@ class Looker:
             last = segment  # segments that run the same rows are run as one
             while last < level and self.cast.levels[last].own is None and unrun_of(last + 1, states) == unrun:
                 last += 1
-            end, own = min(self.cast.levels[last].depth, self._end), self.cast.levels[last].own
+            end = min(self.cast.levels[last].depth, self._end)
             rows, homes = turn.state.rows(segment, states)
             # rows that go from the first layer to the last are never held: nobody asks for their order
             order = in_order(homes) if segment or last < self.cast.top else slice(0)
@@ -225,8 +243,8 @@ class Looker:
             hidden = self.model.run(depth, end, hidden, rows)
             if last < self.cast.top:
                 turn.state.held()[order] = hidden
-            if own is not None:
-                hidden = self.model.run(own, own + 1, hidden, rows)
+            if self.cast.levels[last].own is not None:
+                turn.state.owing(last)[order] = hidden
             seconds = self._clock() - begun
             layers = sum(self.layers[segment : last + 1])
             for one in range(segment, last + 1):
@@ -236,7 +254,8 @@ class Looker:
             segment, depth = last + 1, end
         turn.counts[level + self.cast.source].passes += 1
         assert hidden is not None
-        return hidden, places_of(level, states, unrun)
+        assert rows is not None
+        return hidden, rows, places_of(level, states, unrun)
 
     def outcome(self, s: SequenceState) -> SequenceResult:
         """Return what the full depth has committed of a sequence, now that it has looked, and take it down for the rounds to come."""
@@ -267,18 +286,6 @@ def places_of(level: int, states: Sequence[SequenceState], unrun: Sequence[tuple
         for branch in branches:
             branch.ran = level + 1
     return places
-
-
-def in_order(rows: list[int]) -> slice | torch.Tensor:
-    """Return what picks these rows of a tensor: a slice where they follow each other, which is faster."""
-    first, last = rows[0], rows[-1]
-    follow = last - first == len(rows) - 1 and rows == list(range(first, last + 1))
-    return slice(first, last + 1) if follow else torch.tensor(rows)
-
-
-def pick(hidden: torch.Tensor, order: slice | torch.Tensor) -> torch.Tensor:
-    """Return a copy of the rows: layers may run in place."""
-    return hidden[order].clone() if isinstance(order, slice) else hidden[order]
 
 
 def unrun_of(segment: int, states: Sequence[SequenceState]) -> list[tuple[int, int]]:

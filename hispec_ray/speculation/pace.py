@@ -152,8 +152,9 @@ class Pace:
         self.segments = [Cost() for _ in windows]
         self.heads = [Cost() for _ in windows]
         self.guess = Cost()
-        self.costs = (*self.segments, *self.heads, self.guess)
-        """All of the three, by the numbers that `Timings` uses."""
+        self.owns = [Cost() for _ in windows]  # layers that exits have to themselves, where they have one
+        self.costs = (*self.segments, *self.heads, self.guess, *self.owns)
+        """All of the four, by the numbers that `Timings` uses."""
         self._around = Cost(
             _STEP, steady=False
         )  # what lies around the passes, by sequences: of a plain round, the time between rounds with it,
@@ -298,7 +299,7 @@ class Pace:
     def _row(self, level: int) -> tuple[float, float] | None:
         """Seconds of a further row in all that is run until `level` has looked, and in what is behind it; None where none was measured."""
         if level not in self._rows:
-            looks = [*self.segments[: level + 1], self.heads[level]]
+            looks = [*self.segments[: level + 1], self.heads[level], *([self.owns[level]] if self.owns[level].of(1) else [])]
             later = [*self.segments[level + 1 :], self.heads[self._top]] if level < self._top else []
             parts = []
             for costs, window in ((looks, self._windows[level]), (later, self._windows[self._top])):
@@ -399,7 +400,7 @@ class Pace:
         turns = 1.0  # of the level, in a round
         for level in range(self._top, self._bottom - 1, -1):
             rows = batch * (windows[level] + 1)
-            total += turns * (self.segments[level].of(rows) + self.heads[level].of(rows))
+            total += turns * (self.segments[level].of(rows) + self.heads[level].of(rows) + self.owns[level].of(rows))
             if level > self._bottom:
                 turns *= max(1.0, windows[level] / _series(shares[level - 1], windows[level - 1]))
         if self._drafts:
@@ -421,20 +422,14 @@ class Pace:
                 return
         if begun.alone:  # a prompt's passes tell of its length too
             self._clock(timings)
-        asked = timings.asked / self._speed
-        told = asked  # seconds of the round that are a pass's or a lookup's
+        asked, upkeep = timings.asked / self._speed, timings.upkeep / self._speed
+        told = asked + upkeep  # seconds of the round that are known for what they are
         for number, rows, seconds, times in timings.passes:
             self.costs[number].add(rows, seconds / self._speed)
             told += times * seconds / self._speed
         self._plains.clear()
-        gap = 0.0
-        if self._ended is not None and begun.goes_on:
-            gap = max(0.0, timings.start - self._ended - timings.learning)
-            gap = self._gap = gap if gap <= max(_PAUSE_SHARE * (timings.end - timings.start), _PAUSE) else self._gap
-        self._ended = timings.end
-        if taught:  # rounds with guesses cost that too; plain ones, of which few are learned from, do not
-            self._lesson += _STEP * (min(timings.learning / self._speed, self._plain) - self._lesson)
-        self._taught = bool(looks)
+        gap = self._since_the_last(begun, timings)
+        self._teach(taught, looks, timings)
         if not begun.batch:
             return
         spent = (timings.end - timings.start + gap) / self._speed + (self._lesson if looks else 0.0)
@@ -445,11 +440,29 @@ class Pace:
                 self._plain_at[begun.batch] = begun.number
         self._turn_to(begun.batch, begun.alone)
         if self._plain:
-            self._settle(self._plain, looks, asked, spent - asked if begun.alone else None)
+            if begun.alone:
+                self._settle(self._plain, looks, asked, spent - asked - upkeep, upkeep)
+            else:  # a prompt's rows are its upkeep, and no loss of decoding's
+                self._settle(self._plain, looks, asked)
         by_windows = [look for look in looks if not look.straight]
         for look in by_windows:
             self._look_at(look)
         self._span(by_windows, timings)
+
+    def _teach(self, taught: bool, looks: Sequence[Look], timings: Timings) -> None:
+        """Take note of what learning takes: rounds with guesses cost that too; plain ones, of which few are learned from, do not."""
+        if taught:
+            self._lesson += _STEP * (min(timings.learning / self._speed, self._plain) - self._lesson)
+        self._taught = bool(looks)
+
+    def _since_the_last(self, begun: Begun, timings: Timings) -> float:
+        """Seconds between the last round and this one, pauses aside."""
+        gap = 0.0
+        if self._ended is not None and begun.goes_on:
+            gap = max(0.0, timings.start - self._ended - timings.learning)
+            gap = self._gap = gap if gap <= max(_PAUSE_SHARE * (timings.end - timings.start), _PAUSE) else self._gap
+        self._ended = timings.end
+        return gap
 
     def _span(self, looks: Sequence[Look], timings: Timings) -> None:
         """Take note whether a round with the widest windows had a pass of so many rows: an end or a doubt may cut it short."""
@@ -462,9 +475,11 @@ class Pace:
         """Book a plain round without learning from it."""
         plain = self._plains.get((begun.batch, begun.alone)) or self.plain_seconds(begun.batch, begun.alone)
         asked = min(timings.asked / self._speed, plain)
+        upkeep = min(timings.upkeep / self._speed, plain) if begun.alone else 0.0
         self._unbooked += plain
+        self._by_windows.book(-upkeep, plain)
         self._by_lookup.book(-asked, plain)
-        self._gain += _STEP * (plain / (plain + asked) - self._gain)
+        self._gain += _STEP * (plain / (plain + asked + upkeep) - self._gain)
         self._ended = timings.end
 
     def _look_at(self, look: Look) -> None:
@@ -491,8 +506,11 @@ class Pace:
         if taken and expected:
             self._speed = moved(self._speed, taken / expected, _NOW)
 
-    def _settle(self, plain: float, looks: Sequence[Look], asked: float, spent: float | None) -> None:
-        """Book what a round saved. asked: seconds of a lookup; spent: all others, None where they are not known: then what was expected."""
+    def _settle(self, plain: float, looks: Sequence[Look], asked: float, spent: float | None = None, upkeep: float = 0.0) -> None:
+        """Book what a round saved. asked, upkeep: seconds of a lookup, and of exits' own layers, see `Timings`.
+
+        spent: all other seconds, None where they are not known: then what was expected.
+        """
         batch = self._batch
         token = plain / batch
         saved, extra = [0.0, 0.0], [0.0, 0.0]  # by windows, by the lookup: seconds of plain decoding, and expected seconds more
@@ -510,16 +528,16 @@ class Pace:
             extra[kind] += max(0.01 * token, more)
         expected = sum(extra)
         tokens = batch + sum(look.tokens - 1 for look in looks)
-        asked = min(asked, plain)  # one that was held up
+        asked, upkeep = min(asked, plain), min(upkeep, plain)  # one that was held up
         if spent is not None:
             if looks:
                 spent = min(spent, _HELD_UP * (plain + expected))
                 scale = (spent - plain) / expected
                 extra = [seconds * scale for seconds in extra]
-            self._gain += _STEP * (tokens * token / max(spent + asked, 0.1 * tokens * token) - self._gain)
+            self._gain += _STEP * (tokens * token / max(spent + asked + upkeep, 0.1 * tokens * token) - self._gain)
         allowed = self._allowance * (tokens * token + self._unbooked)
         self._unbooked = 0.0
-        self._by_windows.book(allowed + saved[0] - extra[0], plain)
+        self._by_windows.book(allowed + saved[0] - extra[0] - upkeep, plain)
         self._by_lookup.book(allowed + saved[1] - extra[1] - asked, plain)
 
 

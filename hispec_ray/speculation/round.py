@@ -109,7 +109,7 @@ class Round:
         turn = self._begin(plan)
         states = turn.state.sequences
         self._fill(turn, self._cast.top, states)
-        hidden, _ = self._looker.run_segments(turn, self._cast.top, states)
+        hidden, *_ = self._looker.run_segments(turn, self._cast.top, states)
         turn.timings.end = self._clock()
         asked = [
             Tentative(s.tokens[s.first :], s.origins, [(b.index, b.token, b.origin, b.line, b.home, b.block) for b in s.branches])
@@ -121,8 +121,10 @@ class Round:
         """Guess on behind the last round that was asked about, while others look at it; see `ahead`. Only where an exit guesses."""
         if len(self._open) != 1 or self._drafter or not self._cast.bottom:
             return
-        self._ahead = Ahead.of(self._open[0].turn, self._cast.windows, len(self.sources), self._model)
+        open_ = self._open[0].turn
+        self._ahead = Ahead.of(open_, self._cast.windows, len(self.sources), self._model)
         if self._ahead:
+            self._looker.upkeep.catch_up(open_.state, range(self._cast.top), open_.state.sequences, open_.counts)
             self._fill(self._ahead.turn, self._cast.top, self._ahead.turn.state.sequences)
 
     def _begin(self, plan: StepPlan) -> Turn:
@@ -140,7 +142,10 @@ class Round:
                 self._learn(open_, done.timings)
         learning = self._clock() - learning
         begun = self._pace.begin(plan) if self._pace else None
-        turn = Turn(plan, RoundState(plan, self._cast.windows, self._doubt.branches, self._model), [LevelCounts() for _ in self.sources])
+        before = self._looker.upkeep.begin(plan)
+        state = RoundState(plan, self._cast.windows, self._doubt.branches, self._model, before)
+        self._looker.upkeep.take_up(state)
+        turn = Turn(plan, state, [LevelCounts() for _ in self.sources])
         turn.timings.learning, turn.timings.start = learning, self._clock()
         self._shaper.begin(plan)
         if self._drafter:
@@ -157,7 +162,12 @@ class Round:
         """Take up what the last stage has said."""
         state, top = open_.turn.state, self._cast.top
         for s, verdict in zip(state.sequences, verdicts, strict=True):
-            if verdict.adopted is not None:
+            known = s.first + max(0, len(verdict.tokens) - 1)
+            s.marks = [known] * len(s.marks)
+            if verdict.adopted is None:
+                s.owned = [min(rows, known) for rows in s.owned]
+            else:
+                s.owned = [min(rows, known - 1) for rows in s.owned]
                 state.adopt(s, s.branches[verdict.adopted], held=False)
             s.tokens[s.first :] = verdict.tokens
             s.seconds, s.seen[top], s.kept[top] = verdict.seconds, verdict.seen, verdict.kept
@@ -178,6 +188,7 @@ class Round:
             if self._drafter:
                 self._drafter.committed(s.plan.id, result.tokens, s.seconds)
             results.append(result)
+        turn.timings.upkeep += self._looker.upkeep.end(turn.state, turn.counts)
         open_.ended = True
         self.peak_held_bytes = max(self.peak_held_bytes, turn.state.held_bytes)
         turn.timings.end = self._clock()
@@ -270,6 +281,7 @@ class Round:
 
     def _draft(self, turn: Turn, level: int, states: list[SequenceState]) -> None:
         """Let the draft exit guess for sequences that are all shaped or all not."""
+        turn.timings.upkeep += self._looker.upkeep.catch_up(turn.state, (0,), states, turn.counts)
         begun = self._clock()
         spaces = [self._space(level, s) for s in states]
         most = max(spaces)
@@ -303,12 +315,12 @@ class Round:
                 if gap < self._doubt.branch:
                     turn.state.branch(s, len(s.tokens) - 1, second, source)
             s.origins += [source] * len(guesses)
-            s.marks[0] = len(s.tokens)
+            s.marks[0] = s.owned[0] = len(s.tokens)
             count.rows += len(guesses) + 1
             count.own += len(guesses)
         passes = max(len(guesses) for guesses in drafts.guesses)
         count.passes += passes
-        count.layers += (passes + 1) * self._looker.layers[0]
+        count.layers += (passes + 1) * (self._looker.layers[0] + (self._cast.levels[0].own is not None))
         worth = passes + LAST_ROW  # guesses
         turn.timed(2 * len(self._cast.levels), len(states), (self._clock() - begun) / worth, worth)
 

@@ -6,8 +6,8 @@ for the block that the token is in: that one is the branch's own, and begins as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -30,7 +30,10 @@ class Memory(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """A second candidate for the token at `index`; nothing follows it. ran: segments that its row has been through."""
+    """A second candidate for the token at `index`; nothing follows it.
+
+    ran: segments that its row has been through; owned: levels whose exits' own layers it has been through.
+    """
 
     index: int
     token: int
@@ -39,6 +42,7 @@ class Branch:
     home: int  # line of the held rows
     block: int  # its own, in place of the sequence's at this index
     ran: int = 0
+    owned: set[int] = field(default_factory=set)
 
 
 class SequenceState:
@@ -47,6 +51,8 @@ class SequenceState:
     tokens: known tokens, tentative ones last; origins[i] is the source of tentative token i.
     windows: most tentative tokens of each level. direct: guesses of the drafter for the top to look at first, with no others.
     settled[l]: tokens that level l has chosen or kept. marks[l]: rows that segment l has run: the watermark.
+    owned[l]: rows that have been through the layer that the exit of level l has to itself; below 0 where rows of earlier rounds wait.
+    before: the tokens of those, the last before the plan's start.
     ready: a level below the top is unsure, and the next one should look.
     line: the sequence's line in the block tables; home: of its first token in the held rows.
     seen[l], kept[l]: guesses that level l looked at, up to the first that it did not keep; see `Looker._judged`.
@@ -56,11 +62,11 @@ class SequenceState:
     """
 
     __slots__ = (
-        "adopted", "branches", "direct", "first", "home", "kept", "line", "logprobs", "marks", "origins",
-        "plan", "prompt_logprobs", "ready", "rows", "seconds", "seen", "settled", "spare", "tokens", "windows",
+        "adopted", "before", "branches", "direct", "first", "home", "kept", "line", "logprobs", "marks", "origins",
+        "owned", "plan", "prompt_logprobs", "ready", "rows", "seconds", "seen", "settled", "spare", "tokens", "windows",
     )  # fmt: skip
 
-    def __init__(self, plan: SequencePlan, line: int, home: int, windows: Sequence[int]) -> None:
+    def __init__(self, plan: SequencePlan, line: int, home: int, windows: Sequence[int], before: Sequence[int] = ()) -> None:
         levels = len(windows)
         self.plan = plan
         self.line = line
@@ -72,6 +78,8 @@ class SequenceState:
         self.origins: list[int] = []
         self.settled = [self.first] * levels
         self.marks = [0] * levels
+        self.owned = [0] * levels
+        self.before = before
         self.ready = False
         self.branches: list[Branch] = []
         self.adopted: Branch | None = None
@@ -88,6 +96,10 @@ class SequenceState:
         """Whether a tentative token ends the sequence."""
         return bool(self.plan.ends) and not self.plan.ends.isdisjoint(self.tokens[self.first :])
 
+    def between(self, first: int, end: int) -> list[int]:
+        """The known tokens [first, end); those before the plan's start have negative indices."""
+        return [*self.before[len(self.before) + first :], *self.tokens[:end]] if first < 0 else self.tokens[first:end]
+
     def drop(self, branches: Sequence[Branch]) -> None:
         for branch in branches:
             self.branches.remove(branch)
@@ -100,14 +112,20 @@ class RoundState:
     sequences: in the plan's order. tables: int64[T, B], block tables: a line for each sequence, then one for each branch that may come.
     """
 
-    def __init__(self, plan: StepPlan, windows: Sequence[int], branches: int, memory: Memory) -> None:
-        """branches: most of a sequence at a time; each needs a block behind those that the sequence's window needs."""
+    def __init__(
+        self, plan: StepPlan, windows: Sequence[int], branches: int, memory: Memory, before: Mapping[int, Sequence[int]] | None = None
+    ) -> None:
+        """branches: most of a sequence at a time; each needs a block behind those that the sequence's window needs.
+
+        before: by sequence, as in `SequenceState`.
+        """
         self.sequences: list[SequenceState] = []
         self._memory = memory
         size, lines, homes = memory.block_size, len(plan.sequences), 0
         for line, sequence in enumerate(plan.sequences):
-            s = SequenceState(sequence, line, homes, windows)
-            homes += s.first + sequence.room
+            waiting = before.get(sequence.id, ()) if before else ()
+            s = SequenceState(sequence, line, homes + len(waiting), windows, waiting)
+            homes = s.home + s.first + sequence.room
             if sequence.room and branches:
                 needed = (sequence.start + s.first + sequence.room - 1) // size + 1
                 for block in sequence.blocks[needed : needed + branches]:
@@ -119,12 +137,13 @@ class RoundState:
         for s in self.sequences:
             self.tables[s.line, : len(s.plan.blocks)] = s.plan.blocks
         self._held: torch.Tensor | None = None
+        self._owing: dict[int, torch.Tensor] = {}
         self._homes = homes
 
     @property
     def held_bytes(self) -> int:
-        """What the hidden rows between segments take: the only memory that the hierarchy adds."""
-        return 0 if self._held is None else self._held.nbytes
+        """What the hidden rows between segments and before exits' own layers take: the only memory that the hierarchy adds."""
+        return sum(rows.nbytes for rows in (self._held, *self._owing.values()) if rows is not None)
 
     def held(self) -> torch.Tensor:
         """The hidden rows between segments: a place for each token and branch that may come."""
@@ -132,10 +151,16 @@ class RoundState:
             self._held = self._memory.empty_rows(self._homes)
         return self._held
 
-    def branch(self, s: SequenceState, index: int, token: int, origin: int, ran: int = 0) -> bool:
+    def owing(self, level: int) -> torch.Tensor:
+        """The hidden rows that wait for the layer that the level's exit has to itself, at the same places."""
+        if level not in self._owing:
+            self._owing[level] = self._memory.empty_rows(self._homes)
+        return self._owing[level]
+
+    def branch(self, s: SequenceState, index: int, token: int, origin: int, ran: int = 0, owned: Collection[int] = ()) -> bool:
         """Offer a second candidate, on a copy of the block that it is in; return False where no block is spare.
 
-        ran: segments that the candidate's row has been through, in the place where the token at `index` stands now.
+        ran, owned: as in `Branch`, of the candidate's row, in the place where the token at `index` stands now.
         """
         if not s.spare:
             return False
@@ -148,9 +173,9 @@ class RoundState:
         if len(places):
             self._memory.copy_slots(s.plan.blocks[position // size] * size + places, block * size + places)
         if ran:
-            held = self.held()
-            held[home] = held[s.home + index]
-        s.branches.append(Branch(index, token, origin, line, home, block, ran))
+            for rows in (self.held(), *self._owing.values()):
+                rows[home] = rows[s.home + index]
+        s.branches.append(Branch(index, token, origin, line, home, block, ran, set(owned)))
         return True
 
     def restore(self, s: SequenceState, asked: Tentative) -> None:
@@ -177,12 +202,22 @@ class RoundState:
         if held:
             rows = self.held()
             rows[s.home + branch.index] = rows[branch.home]
+        for rows in self._owing.values():
+            rows[s.home + branch.index] = rows[branch.home]
+        s.owned = [owned + (owned == branch.index and level in branch.owned) for level, owned in enumerate(s.owned)]
         s.tokens.append(branch.token)
         s.origins.append(branch.origin)
         s.adopted = branch
 
     def rows(self, segment: int, states: Sequence[SequenceState]) -> tuple[Rows, list[int]]:
         """The rows that the segment has not run, each sequence's tokens and then its branches, and their places among the held rows."""
+        return self.rows_between(states, [(s.marks[segment], len(s.tokens)) for s in states], segment)
+
+    def rows_between(self, states: Sequence[SequenceState], spans: Sequence[tuple[int, int]], segment: int = -1) -> tuple[Rows, list[int]]:
+        """The rows of each sequence's tokens [first, end), then of its branches that the segment has not run, and their places.
+
+        A token's index may be negative, see `SequenceState`.
+        """
         tokens: list[int] = []
         positions: list[int] = []
         lines: list[int] = []
@@ -190,18 +225,18 @@ class RoundState:
         homes: list[int] = []
         more: list[tuple[int, int]] = []  # further slots of a row: in the blocks of the branches that descend from it
         size = self._memory.block_size
-        for s in states:
-            start, known, blocks = s.marks[segment], len(s.tokens), s.plan.blocks
-            place = range(s.plan.start + start, s.plan.start + known)
+        for s, (start, end) in zip(states, spans, strict=True):
+            blocks = s.plan.blocks
+            place = range(s.plan.start + start, s.plan.start + end)
             row = len(tokens) - start
-            tokens += s.tokens[start:]
+            tokens += s.between(start, end)
             positions += place
             lines += [s.line] * len(place)
             slots += [blocks[p // size] * size + p % size for p in place]
-            homes += range(s.home + start, s.home + known)
+            homes += range(s.home + start, s.home + end)
             for branch in s.branches:
                 position = s.plan.start + branch.index
-                for p in range(max(place.start, position // size * size), position):
+                for p in range(max(place.start, position // size * size), min(position, place.stop)):
                     more.append((branch.block * size + p % size, row + p - s.plan.start))
                 if branch.ran <= segment:
                     tokens.append(branch.token)
@@ -215,3 +250,15 @@ class RoundState:
         extra = np.array(more, dtype=np.int64).T
         slots_of, rows_of = np.concatenate((columns[3:5], extra), axis=1)
         return Rows(columns[0], columns[1], columns[2], self.tables, slots_of, rows_of), homes
+
+
+def in_order(rows: list[int]) -> slice | torch.Tensor:
+    """Return what picks these rows of a tensor: a slice where they follow each other, which is faster."""
+    first, last = rows[0], rows[-1]
+    follow = last - first == len(rows) - 1 and rows == list(range(first, last + 1))
+    return slice(first, last + 1) if follow else torch.tensor(rows)
+
+
+def pick(hidden: torch.Tensor, order: slice | torch.Tensor) -> torch.Tensor:
+    """Return a copy of the rows: layers may run in place."""
+    return hidden[order].clone() if isinstance(order, slice) else hidden[order]

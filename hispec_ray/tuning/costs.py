@@ -113,7 +113,7 @@ def seen_in(passes: Iterable[tuple[int, int, float, float]], levels: Sequence[Le
             joined = joined if joined.of else Seen("layers", layers[at], rows, seconds)
         elif kind == 1:
             yield Seen("head", levels[at].depth, rows, seconds)
-        elif times > 1:
+        elif number == 2 * len(levels) and times > 1:
             yield Seen("run", levels[at].depth, round(times - LAST_ROW), seconds * times)
     if joined.of:
         yield joined

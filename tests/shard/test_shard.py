@@ -48,7 +48,8 @@ class Recorder:
                 begin = positions[0]
                 assert positions == list(range(begin, begin + len(tokens))), f"layer {layer} runs rows out of order"
                 assert begin <= len(held), f"layer {layer} skips rows"
-                assert begin == len(held) or held[begin] != tokens[0], f"layer {layer} runs a row again that nobody rejected"
+                if layer < self.architecture.layers:  # one that was rejected and comes after all may have been another's in between, unrun
+                    assert begin == len(held) or held[begin] != tokens[0], f"layer {layer} runs a row again that nobody rejected"
                 held[begin:] = tokens
         return self._decoder.run(first, last, hidden, rows)
 
@@ -75,7 +76,7 @@ SETTINGS: list[tuple[Any, ...]] = [
 def test_a_layer_runs_once_for_a_token_that_survives(
     speculation: Sequence[Any], own: bool, temperature: float, block_heads: Path, tiny_llm: Any
 ) -> None:
-    """The model's layers, and those that exits have to themselves."""
+    """The model's layers, and those that exits have to themselves, where rows that nobody has guessed after yet may wait up to a block."""
     # every sequence starts in a block of its own, which it keeps
     llm: LLM = tiny_llm("float32", *speculation, prefix_caching=False, max_batch_rows=24, heads=block_heads if own else None)
     shard = llm.engine.shard
@@ -91,10 +92,13 @@ def test_a_layer_runs_once_for_a_token_that_survives(
     asked = [*enumerate(homes), *((one.own, level) for level, one in enumerate(shard.levels) if one.own is not None)]
     assert len(asked) == recorder.architecture.layers + own * (len(shard.levels) - 1)
     for layer, level in asked:
+        waits = layer >= recorder.architecture.layers
         for text in texts:
-            assert any(tuple(held[: len(text)]) == text for held in recorder.held[layer].values()), f"layer {layer} missed rows of a text"
+            run = len(text) // shard.decoder.block_size * shard.decoder.block_size if waits else len(text)
+            assert any(tuple(held[:run]) == text[:run] for held in recorder.held[layer].values()), f"layer {layer} missed rows of a text"
         survivors = sum(len(text) for text in texts)
-        assert recorder.rows[layer] == counts[level].rows == survivors + sum(rejected[level:])
+        assert counts[level].rows == survivors + sum(rejected[level:])
+        assert recorder.rows[layer] <= counts[level].rows if waits else recorder.rows[layer] == counts[level].rows
     if speculation[0] != "plain" and speculation[1] < 8:
         assert 0 < counts[-1].accepted < counts[-1].seen
     if speculation[1:2] == (8,):

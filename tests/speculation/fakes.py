@@ -47,7 +47,7 @@ class FakeModel:
     So a row that a segment missed, ran in the wrong order, or read from a wrong block gives another context, or none at all. Hidden
     rows are `[R, 2]`: the context's number and the layer that the row goes to next. They are written in place, as a decoder may.
 
-    exit_layers: see `Decoder`. ran: rows that each layer has run.
+    exit_layers: see `Decoder`. ran, passes: rows that each layer has run, and in how many passes.
     """
 
     block_size = SIZE
@@ -56,10 +56,17 @@ class FakeModel:
         self._say = say
         self.exit_layers = exit_layers or {}
         self.ran: Counter[int] = Counter()
+        self.passes: Counter[int] = Counter()
         self.drafts = 0  # runs of them
         self._cache: dict[int, dict[int, int]] = {}
         self._contexts: list[tuple[int, ...]] = [()]
         self._numbers: dict[tuple[int, ...], int] = {(): 0}
+
+    def beside(self) -> FakeModel:
+        """The same model in another process: hidden rows are the same, the cache is its own."""
+        other = FakeModel(self._say, self.exit_layers)
+        other._contexts, other._numbers = self._contexts, self._numbers
+        return other
 
     def embed(self, rows: Rows) -> torch.Tensor:
         return torch.zeros(len(rows), 2, dtype=torch.float64)
@@ -70,6 +77,7 @@ class FakeModel:
         assert len(set(rows.slots.tolist())) == len(rows.slots), "two rows of a pass share a slot"
         for layer in range(first, last):
             self.ran[layer] += len(rows)
+            self.passes[layer] += 1
             cache = self._cache.setdefault(layer, {})
             cache.update(zip(rows.slots.tolist(), rows.tokens[rows.slot_rows].tolist(), strict=True))
             for row in range(len(rows)):

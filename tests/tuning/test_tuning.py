@@ -225,8 +225,8 @@ def test_passes_are_told_from_what_rounds_note() -> None:
         ("layers", 2, 2, 0.02), ("layers", 12, 6, 0.03),
     ]  # fmt: skip
     own = (Level("draft", 2, 0, own=16), Level("full", 16, 6))
-    noted = [(0, 3, 0.01, 1.0), (1, 3, 0.05, 1.0), (3, 3, 0.002, 1.0)]
-    assert [(one.what, one.of) for one in seen_in(noted, own)] == [("layers", 3), ("layers", 14), ("head", 16)]
+    noted = [(0, 3, 0.01, 1.0), (1, 3, 0.05, 1.0), (3, 3, 0.002, 1.0), (5, 3, 0.01, 1.0)]
+    assert [(one.what, one.of) for one in seen_in(noted, own)] == [("layers", 2), ("layers", 14), ("head", 16)]
 
 
 def test_what_rounds_take_replaces_what_passes_take_alone() -> None:
