@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hispec_ray.core.plan import LevelCounts, SequencePlan, StepPlan
 from hispec_ray.speculation.look import Turn
-from hispec_ray.speculation.state import Memory, RoundState, SequenceState
+from hispec_ray.speculation.state import Memory, RoundState, SequenceState, Waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class Ahead:
         plan = StepPlan(tuple(plans))
         ahead = Turn(plan, RoundState(plan, windows, 0, memory), [LevelCounts() for _ in range(sources)])
         for mine, s in zip(ahead.state.sequences, kept, strict=True):
+            mine.waits = {level: Waiting() for level in s.waits}
             mine.windows = (*s.windows[:-1], s.windows[-1] + 1)  # the first guess becomes the next round's own token
         return cls(ahead)
 
@@ -61,9 +62,9 @@ class Ahead:
         known = len(s.tokens)
         for level in range(len(s.marks) - 1):
             s.marks[level] = min(max(0, a.marks[level] - 1), known - 1)  # a round always has the last token to run
-            s.owned[level] = min(max(0, a.owned[level] - 1), s.marks[level])
-            if s.owned[level] < s.marks[level]:
-                state.owing(level)[s.home : s.home + known] = self.turn.state.owing(level)[a.home + 1 : a.home + 1 + known]
+            if level in s.waits:
+                first = a.unowned(level)  # the row that is no longer guessed falls away
+                s.waits[level].extend(a.waits[level].part(max(0, 1 - first), s.marks[level] + 1 - first))
             s.settled[level] = min(max(s.first, a.settled[level] - 1), known)
         state.held()[s.home : s.home + known] = self.turn.state.held()[a.home + 1 : a.home + 1 + known]
 

@@ -11,7 +11,7 @@ from hispec_ray.core.plan import LevelCounts, Rows, SequenceResult, StepPlan, Ti
 from hispec_ray.speculation.choice import Choose
 from hispec_ray.speculation.levels import Doubt, Hierarchy, Model, segment_layers
 from hispec_ray.speculation.shaping import Shaper, logprobs
-from hispec_ray.speculation.state import Branch, RoundState, SequenceState, in_order, pick
+from hispec_ray.speculation.state import Branch, RoundState, SequenceState, Waiting, in_order, pick
 from hispec_ray.speculation.upkeep import Upkeep
 
 _TOLD_AT_ONCE = 64  # rows of a prompt: their logits take much memory
@@ -64,7 +64,7 @@ class Looker:
             begun = self._clock()
             hidden = self.model.run(own, own + 1, hidden, rows)
             for s, (_, _, branches) in zip(states, places, strict=True):
-                s.owned[level] = s.marks[level]
+                s.waits[level].cut(0)
                 for branch in branches:
                     branch.owned.add(level)
             turn.counts[level + self.cast.source].layers += 1
@@ -155,7 +155,8 @@ class Looker:
         place, own, gap = first + kept, choices[kept], gaps[kept]
         rejected = s.tokens[place] if kept < tentative else None
         taken = next((i for i, branch in enumerate(looked) if branch.index == place and branch.token == own), None)
-        owned, s.owned = s.owned, [min(rows, place) for rows in s.owned]
+        behind = s.own_rows(place) if s.waits and self.doubt.branches else None
+        s.fall_back(place)
         del s.tokens[place:]
         del s.origins[place - s.first :]
         accepted = kept
@@ -179,10 +180,10 @@ class Looker:
                 accepted += self._offer(turn, level, s, first, place, seconds_after)
                 if gap < self.doubt.branch and taken is None:
                     if seconds[kept] == rejected:  # its row has been run already
-                        stays = turn.state.branch(
-                            s, known, rejected, source, level + 1, [at for at, rows in enumerate(owned) if rows > known]
-                        )
+                        stays = turn.state.branch(s, known, rejected, source, level + 1)
                         accepted += 1 if stays else 0
+                        if stays and behind:
+                            s.branches[-1].owned, s.branches[-1].waits = behind
                     else:
                         turn.state.branch(s, known, seconds[kept], source)
         count = turn.counts[source]
@@ -224,6 +225,8 @@ class Looker:
         """
         hidden: torch.Tensor | None = None
         rows: Rows | None = None
+        homes: list[int] = []
+        running: list[tuple[int, int]] | None = None  # what of the sequences `hidden` is, on its way up
         segment = depth = 0
         while segment <= level:
             begun = self._clock()
@@ -236,15 +239,15 @@ class Looker:
             while last < level and self.cast.levels[last].own is None and unrun_of(last + 1, states) == unrun:
                 last += 1
             end = min(self.cast.levels[last].depth, self._end)
-            rows, homes = turn.state.rows(segment, states)
-            # rows that go from the first layer to the last are never held: nobody asks for their order
-            order = in_order(homes) if segment or last < self.cast.top else slice(0)
-            hidden = pick(turn.state.held(), order) if segment else self.model.embed(rows)
+            if hidden is None or rows is None or running != unrun:
+                rows, homes = turn.state.rows(segment, states)
+                hidden = pick(turn.state.held(), in_order(homes)) if segment else self.model.embed(rows)
+                running = unrun
             hidden = self.model.run(depth, end, hidden, rows)
-            if last < self.cast.top:
-                turn.state.held()[order] = hidden
+            if last < self.cast.top and (last == level or unrun_of(last + 1, states) != unrun):  # else they go straight on
+                turn.state.held()[in_order(homes)] = hidden
             if self.cast.levels[last].own is not None:
-                turn.state.owing(last)[order] = hidden
+                self._let_wait(last, states, unrun, hidden.clone())
             seconds = self._clock() - begun
             layers = sum(self.layers[segment : last + 1])
             for one in range(segment, last + 1):
@@ -256,6 +259,20 @@ class Looker:
         assert hidden is not None
         assert rows is not None
         return hidden, rows, places_of(level, states, unrun)
+
+    def _let_wait(self, level: int, states: list[SequenceState], unrun: Sequence[tuple[int, int]], hidden: torch.Tensor) -> None:
+        """Take down rows that have passed an exit with a layer of its own. unrun: what they are of the sequences; hidden: kept."""
+        row = 0
+        for s, (start, _) in zip(states, unrun, strict=True):
+            count = len(s.tokens) - start
+            if count:
+                s.waits[level].add(hidden, row, row + count)
+            row += count
+            for branch in s.branches:
+                if branch.ran <= level:
+                    branch.waits[level] = Waiting()
+                    branch.waits[level].add(hidden, row, row + 1)
+                    row += 1
 
     def outcome(self, s: SequenceState) -> SequenceResult:
         """Return what the full depth has committed of a sequence, now that it has looked, and take it down for the rounds to come."""

@@ -163,13 +163,11 @@ class Round:
         state, top = open_.turn.state, self._cast.top
         for s, verdict in zip(state.sequences, verdicts, strict=True):
             known = s.first + max(0, len(verdict.tokens) - 1)
-            s.marks = [known] * len(s.marks)
-            if verdict.adopted is None:
-                s.owned = [min(rows, known) for rows in s.owned]
-            else:
-                s.owned = [min(rows, known - 1) for rows in s.owned]
+            s.fall_back(known if verdict.adopted is None else known - 1)
+            if verdict.adopted is not None:
                 state.adopt(s, s.branches[verdict.adopted], held=False)
             s.tokens[s.first :] = verdict.tokens
+            s.marks = [known] * len(s.marks)
             s.seconds, s.seen[top], s.kept[top] = verdict.seconds, verdict.seen, verdict.kept
         self._end(open_)
 
@@ -315,7 +313,7 @@ class Round:
                 if gap < self._doubt.branch:
                     turn.state.branch(s, len(s.tokens) - 1, second, source)
             s.origins += [source] * len(guesses)
-            s.marks[0] = s.owned[0] = len(s.tokens)
+            s.marks[0] = len(s.tokens)
             count.rows += len(guesses) + 1
             count.own += len(guesses)
         passes = max(len(guesses) for guesses in drafts.guesses)

@@ -6,7 +6,7 @@ for the block that the token is in: that one is the branch's own, and begins as 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,11 +28,49 @@ class Memory(Protocol):
     def copy_slots(self, source: IntArray, target: IntArray) -> None: ...
 
 
+class Waiting:
+    """Hidden rows of consecutive tokens that wait for a layer, as parts of the passes that they came from."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[torch.Tensor, int, int]] = []
+
+    def __len__(self) -> int:
+        return sum(end - first for _, first, end in self._parts)
+
+    def add(self, rows: torch.Tensor, first: int, end: int) -> None:
+        """Let rows[first:end] of `[R, width]` wait behind the others."""
+        self._parts.append((rows, first, end))
+
+    def extend(self, other: Waiting) -> None:
+        self._parts += other._parts
+
+    def cut(self, count: int) -> None:
+        """Keep the first, so many."""
+        self._parts = self.part(0, count)._parts
+
+    def part(self, first: int, end: int) -> Waiting:
+        """Those from the first up to the end."""
+        found, place = Waiting(), 0
+        for rows, begin, over in self._parts:
+            low, high = max(first - place, 0), min(end - place, over - begin)
+            if low < high:
+                found.add(rows, begin + low, begin + high)
+            place += over - begin
+        return found
+
+    def rows(self) -> list[torch.Tensor]:
+        """What to put one behind the other."""
+        return [rows[first:end] for rows, first, end in self._parts]
+
+
 @dataclass(slots=True, eq=False)
 class Branch:
     """A second candidate for the token at `index`; nothing follows it.
 
     ran: segments that its row has been through; owned: levels whose exits' own layers it has been through.
+    waits[l]: its row as it waited for the layer that the exit of level l has to itself.
     """
 
     index: int
@@ -43,6 +81,7 @@ class Branch:
     block: int  # its own, in place of the sequence's at this index
     ran: int = 0
     owned: set[int] = field(default_factory=set)
+    waits: dict[int, Waiting] = field(default_factory=dict)
 
 
 class SequenceState:
@@ -51,8 +90,8 @@ class SequenceState:
     tokens: known tokens, tentative ones last; origins[i] is the source of tentative token i.
     windows: most tentative tokens of each level. direct: guesses of the drafter for the top to look at first, with no others.
     settled[l]: tokens that level l has chosen or kept. marks[l]: rows that segment l has run: the watermark.
-    owned[l]: rows that have been through the layer that the exit of level l has to itself; below 0 where rows of earlier rounds wait.
-    before: the tokens of those, the last before the plan's start.
+    waits[l]: of these the last, that have not been through the layer that the exit of level l has to itself.
+    before: tokens of those of them that were run in earlier rounds, the last before the plan's start.
     ready: a level below the top is unsure, and the next one should look.
     line: the sequence's line in the block tables; home: of its first token in the held rows.
     seen[l], kept[l]: guesses that level l looked at, up to the first that it did not keep; see `Looker._judged`.
@@ -63,7 +102,7 @@ class SequenceState:
 
     __slots__ = (
         "adopted", "before", "branches", "direct", "first", "home", "kept", "line", "logprobs", "marks", "origins",
-        "owned", "plan", "prompt_logprobs", "ready", "rows", "seconds", "seen", "settled", "spare", "tokens", "windows",
+        "plan", "prompt_logprobs", "ready", "rows", "seconds", "seen", "settled", "spare", "tokens", "waits", "windows",
     )  # fmt: skip
 
     def __init__(self, plan: SequencePlan, line: int, home: int, windows: Sequence[int], before: Sequence[int] = ()) -> None:
@@ -78,7 +117,7 @@ class SequenceState:
         self.origins: list[int] = []
         self.settled = [self.first] * levels
         self.marks = [0] * levels
-        self.owned = [0] * levels
+        self.waits: Mapping[int, Waiting] = {}
         self.before = before
         self.ready = False
         self.branches: list[Branch] = []
@@ -99,6 +138,23 @@ class SequenceState:
     def between(self, first: int, end: int) -> list[int]:
         """The known tokens [first, end); those before the plan's start have negative indices."""
         return [*self.before[len(self.before) + first :], *self.tokens[:end]] if first < 0 else self.tokens[first:end]
+
+    def unowned(self, level: int) -> int:
+        """Index of the first row that has not been through the layer that the level's exit has to itself."""
+        return self.marks[level] - len(self.waits[level])
+
+    def own_rows(self, index: int) -> tuple[set[int], dict[int, Waiting]]:
+        """What `Branch` has as owned and waits, of the row at `index`."""
+        owned = {level for level in self.waits if self.unowned(level) > index}
+        places = {level: index - self.unowned(level) for level in self.waits if level not in owned and self.marks[level] > index}
+        return owned, {level: self.waits[level].part(place, place + 1) for level, place in places.items()}
+
+    def fall_back(self, known: int) -> None:
+        """Lower the watermarks to where the tokens from `known` on are let go."""
+        for level, waiting in self.waits.items():
+            if self.marks[level] > known:
+                waiting.cut(len(waiting) - (self.marks[level] - known))
+        self.marks = [min(mark, known) for mark in self.marks]
 
     def drop(self, branches: Sequence[Branch]) -> None:
         for branch in branches:
@@ -124,8 +180,8 @@ class RoundState:
         size, lines, homes = memory.block_size, len(plan.sequences), 0
         for line, sequence in enumerate(plan.sequences):
             waiting = before.get(sequence.id, ()) if before else ()
-            s = SequenceState(sequence, line, homes + len(waiting), windows, waiting)
-            homes = s.home + s.first + sequence.room
+            s = SequenceState(sequence, line, homes, windows, waiting)
+            homes += s.first + sequence.room
             if sequence.room and branches:
                 needed = (sequence.start + s.first + sequence.room - 1) // size + 1
                 for block in sequence.blocks[needed : needed + branches]:
@@ -137,13 +193,12 @@ class RoundState:
         for s in self.sequences:
             self.tables[s.line, : len(s.plan.blocks)] = s.plan.blocks
         self._held: torch.Tensor | None = None
-        self._owing: dict[int, torch.Tensor] = {}
         self._homes = homes
 
     @property
     def held_bytes(self) -> int:
-        """What the hidden rows between segments and before exits' own layers take: the only memory that the hierarchy adds."""
-        return sum(rows.nbytes for rows in (self._held, *self._owing.values()) if rows is not None)
+        """What the hidden rows between segments take: the only memory that the hierarchy adds."""
+        return 0 if self._held is None else self._held.nbytes
 
     def held(self) -> torch.Tensor:
         """The hidden rows between segments: a place for each token and branch that may come."""
@@ -151,16 +206,10 @@ class RoundState:
             self._held = self._memory.empty_rows(self._homes)
         return self._held
 
-    def owing(self, level: int) -> torch.Tensor:
-        """The hidden rows that wait for the layer that the level's exit has to itself, at the same places."""
-        if level not in self._owing:
-            self._owing[level] = self._memory.empty_rows(self._homes)
-        return self._owing[level]
-
-    def branch(self, s: SequenceState, index: int, token: int, origin: int, ran: int = 0, owned: Collection[int] = ()) -> bool:
+    def branch(self, s: SequenceState, index: int, token: int, origin: int, ran: int = 0) -> bool:
         """Offer a second candidate, on a copy of the block that it is in; return False where no block is spare.
 
-        ran, owned: as in `Branch`, of the candidate's row, in the place where the token at `index` stands now.
+        ran: segments that the candidate's row has been through, in the place where the token at `index` stands now.
         """
         if not s.spare:
             return False
@@ -173,9 +222,9 @@ class RoundState:
         if len(places):
             self._memory.copy_slots(s.plan.blocks[position // size] * size + places, block * size + places)
         if ran:
-            for rows in (self.held(), *self._owing.values()):
-                rows[home] = rows[s.home + index]
-        s.branches.append(Branch(index, token, origin, line, home, block, ran, set(owned)))
+            held = self.held()
+            held[home] = held[s.home + index]
+        s.branches.append(Branch(index, token, origin, line, home, block, ran))
         return True
 
     def restore(self, s: SequenceState, asked: Tentative) -> None:
@@ -202,9 +251,9 @@ class RoundState:
         if held:
             rows = self.held()
             rows[s.home + branch.index] = rows[branch.home]
-        for rows in self._owing.values():
-            rows[s.home + branch.index] = rows[branch.home]
-        s.owned = [owned + (owned == branch.index and level in branch.owned) for level, owned in enumerate(s.owned)]
+        for level, waiting in branch.waits.items():
+            if len(s.waits[level]) or level not in branch.owned:
+                s.waits[level].extend(waiting)
         s.tokens.append(branch.token)
         s.origins.append(branch.origin)
         s.adopted = branch

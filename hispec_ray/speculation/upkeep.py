@@ -7,26 +7,23 @@ latest when they fill a block of the cache, for a full block may be another sequ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hispec_ray.core.plan import LevelCounts, StepPlan
 from hispec_ray.speculation.levels import Hierarchy, Model
-from hispec_ray.speculation.state import RoundState, SequenceState, in_order, pick
+from hispec_ray.speculation.state import RoundState, SequenceState, Waiting
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
-    """Rows of one sequence that wait from round to round. position: of the next row; tokens: the last before it.
-
-    rows[level]: of the last of these, as the level's exit reads them `[R, width]`.
-    """
+class _Later:
+    """What waits of a sequence from round to round. position: of its next row; tokens, waits: as before and waits in `SequenceState`."""
 
     position: int
     tokens: list[int]
-    rows: dict[int, torch.Tensor]
+    waits: Mapping[int, Waiting]
 
 
 class Upkeep:
@@ -37,58 +34,54 @@ class Upkeep:
         self._own = {level: each.own for level, each in enumerate(cast.levels) if each.own is not None}
         self._source = cast.source
         self._clock = clock
-        self._waiting: dict[int, _Waiting] = {}
+        self._later: dict[int, _Later] = {}
 
     def begin(self, plan: StepPlan) -> dict[int, list[int]]:
         """Forget sequences that are over, or go on elsewhere than they stood; return the tokens whose rows wait, by sequence."""
+        if not self._own:
+            return {}
         for id in plan.ended:
-            self._waiting.pop(id, None)
-        for sequence in plan.sequences if self._waiting else ():
-            waiting = self._waiting.get(sequence.id)
-            if waiting and waiting.position != sequence.start:
-                del self._waiting[sequence.id]
-        return {id: waiting.tokens for id, waiting in self._waiting.items()}
+            self._later.pop(id, None)
+        for sequence in plan.sequences:
+            later = self._later.get(sequence.id)
+            if later and later.position != sequence.start:
+                del self._later[sequence.id]
+        return {id: later.tokens for id, later in self._later.items()}
 
     def take_up(self, state: RoundState) -> None:
         """Put the rows that wait into a new round."""
-        for s in state.sequences if self._waiting else ():
-            waiting = self._waiting.pop(s.plan.id, None)
-            for level, rows in waiting.rows.items() if waiting else ():
-                s.owned[level] = -len(rows)
-                state.owing(level)[s.home - len(rows) : s.home] = rows
+        for s in state.sequences if self._own else ():
+            later = self._later.pop(s.plan.id, None)
+            s.waits = later.waits if later else {level: Waiting() for level in self._own}
 
     def catch_up(self, state: RoundState, levels: Sequence[int], states: Sequence[SequenceState], counts: list[LevelCounts]) -> float:
         """Run all rows that have passed these levels' exits through their layers, and return the seconds that took."""
         begun: float | None = None
         for level in levels:
-            own = self._own.get(level)
-            behind = [s for s in states if s.owned[level] < s.marks[level]] if own is not None else []
-            if not behind or own is None:
+            behind = [s for s in states if len(s.waits[level])] if level in self._own else []
+            if not behind:
                 continue
             if begun is None:
                 begun = self._clock()
-            rows, homes = state.rows_between(behind, [(s.owned[level], s.marks[level]) for s in behind])
-            self._model.run(own, own + 1, pick(state.owing(level), in_order(homes)), rows)
+            own, hidden = self._own[level], torch.cat([rows for s in behind for rows in s.waits[level].rows()])
+            rows, _ = state.rows_between(behind, [(s.unowned(level), s.marks[level]) for s in behind])
+            self._model.run(own, own + 1, hidden, rows)
             counts[level + self._source].layers += 1
             for s in behind:
-                s.owned[level] = s.marks[level]
+                s.waits[level].cut(0)
         return 0.0 if begun is None else self._clock() - begun
 
     def end(self, state: RoundState, counts: list[LevelCounts]) -> float:
         """Run rows that fill blocks, and let the others wait for a later round; return the seconds that running took.
 
-        The sequences' watermarks are those of rows whose tokens are committed.
+        The sequences' watermarks are those of rows whose tokens are committed, alike for all levels.
         """
         seconds, size = 0.0, self._model.block_size
         for level in self._own:
-            full = [s for s in state.sequences if (s.plan.start + s.owned[level]) // size < (s.plan.start + s.marks[level]) // size]
+            full = [s for s in state.sequences if (s.plan.start + s.unowned(level)) // size < (s.plan.start + s.marks[level]) // size]
             seconds += self.catch_up(state, (level,), full, counts) if full else 0.0
         for s in state.sequences if self._own else ():
-            end = s.marks[-1]  # as far as the full depth has run, all others have
-            rows = {
-                level: state.owing(level)[s.home + s.owned[level] : s.home + end].clone() for level in self._own if s.owned[level] < end
-            }
-            if rows:
-                first = min(s.owned[level] for level in rows)
-                self._waiting[s.plan.id] = _Waiting(s.plan.start + end, s.between(first, end), rows)
+            first, end = min(map(s.unowned, self._own)), s.marks[-1]
+            if first < end:
+                self._later[s.plan.id] = _Later(s.plan.start + end, s.between(first, end), s.waits)
         return seconds
