@@ -5,7 +5,7 @@ several times over, and is compared by the medians of ratios. Each plan has the 
 plain decoding's counts as not identical.
 A batch is one of a server under load: who ends makes room for the next in the queue, and what counts are the steps in which all places
 decode and no prompt is read.
-With --deployment nothing is tuned: the plan that a deployment file has is held against plain decoding, on the model that it names.
+With --deployment nothing is tuned: the plans that deployment files have are held against plain decoding, on the one model that they name.
 """
 
 from __future__ import annotations
@@ -154,7 +154,11 @@ def _options() -> argparse.Namespace:
     options.add_argument("--model", default=None, help="as model.path (default smollm2-135m-instruct); abacus: on its problems alone")
     options.add_argument("--heads", default=None, help="a file of trained exits")
     options.add_argument(
-        "--deployment", type=Path, default=None, help="a deployment file, in place of --model, --heads, --dtype and tuning"
+        "--deployment",
+        type=Path,
+        action="append",
+        default=[],
+        help="a deployment file, in place of --model, --heads, --dtype and tuning; several, of one model, are compared",
     )
     options.add_argument("--data", type=Path, default=None, help="a folder of .jsonl files; prompts of this project where not given")
     options.add_argument(
@@ -186,7 +190,10 @@ def _options() -> argparse.Namespace:
 def main() -> None:
     asked = _options()
     each = asked.prompts or (4 if asked.quick else 16)
-    settings = settings_of(asked)
+    deployed = deployed_in(asked)
+    settings = compared(deployed) or plain_settings(
+        asked.model or DEFAULT_MODEL, asked.heads, threads=asked.threads, dtype=asked.dtype or "bfloat16"
+    )
     max_tokens = asked.max_tokens or (48 if asked.quick else 200 if settings.model.path == "abacus" else 128)
     runs = asked.runs or (1 if asked.quick else 3)
     asked.model = settings.model.path
@@ -199,7 +206,7 @@ def main() -> None:
     tuning: Tuning | None = None
     with common.progress(*columns) as progress:
         if asked.deployment:
-            plans = {"plain": PLAIN, "deployed": settings.speculation}
+            plans = {"plain": PLAIN, **{name: each.speculation for name, each in deployed.items()}}
         else:
             task = progress.add_task("tuning", total=1)
             of_each = min(each, max(2, 24 // len(sets)))
@@ -219,7 +226,7 @@ def main() -> None:
     rows = [[shown(line[column]) for column in COLUMNS] for line in found]
     common.table(f"{asked.model}: methods (passes and reads are a token's)", COLUMNS, rows)
     asked.out.mkdir(parents=True, exist_ok=True)
-    stem = f"methods-{asked.deployment.stem if asked.deployment else Path(asked.model).name}"
+    stem = f"methods-{'-'.join(path.stem for path in asked.deployment) or Path(asked.model).name}"
     markdown = ["| " + " | ".join(row) + " |" for row in (COLUMNS, ["---"] * len(COLUMNS), *rows)]
     (asked.out / f"{stem}.md").write_text("\n".join(markdown) + "\n")
     draw(results, list(plans), f"{asked.model}: speed against plain decoding, greedy", asked.out / f"{stem}.png")
@@ -240,12 +247,30 @@ def _numbers(kind: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]
     return numbers
 
 
-def settings_of(asked: argparse.Namespace) -> Settings:
-    """The model to measure, and in a deployment's place its plan. Without a prefix cache: every turn reads the same prompts."""
-    if asked.deployment:
-        settings = settings_from(asked.deployment, {"model.threads": asked.threads})
-        return settings.model_copy(update={"cache": settings.cache.model_copy(update={"prefix_caching": False})})
-    return plain_settings(asked.model or DEFAULT_MODEL, asked.heads, threads=asked.threads, dtype=asked.dtype or "bfloat16")
+def deployed_in(asked: argparse.Namespace) -> dict[str, Settings]:
+    """The deployments that are asked for, by the names of their files."""
+    found = {path.stem: settings_from(path, {"model.threads": asked.threads}) for path in asked.deployment}
+    if len(found) < len(asked.deployment):
+        raise SystemExit("--deployment: two files have the same name, which is what their plans go by; rename one")
+    return found
+
+
+def compared(deployed: Mapping[str, Settings]) -> Settings | None:
+    """The one model that deployments are of, with the trained exits that any of them uses; None where there are no deployments.
+
+    Without a prefix cache: every turn reads the same prompts.
+    """
+    if not deployed:
+        return None
+    first, *others = deployed.values()
+    if any(other.model != first.model for other in others):
+        raise SystemExit(f"--deployment: {', '.join(deployed)} have different model settings; they must be the same to be compared")
+    trained = sorted({heads for each in deployed.values() if (heads := each.speculation.exits.heads)})
+    if len(trained) > 1:
+        raise SystemExit(f"--deployment: speculation.exits.heads is {' and '.join(trained)}; plans that are compared must share one file")
+    exits = first.speculation.exits.model_copy(update={"heads": trained[0] if trained else None})
+    speculation = first.speculation.model_copy(update={"exits": exits})
+    return first.model_copy(update={"speculation": speculation, "cache": first.cache.model_copy(update={"prefix_caching": False})})
 
 
 def plain_settings(model: str, heads: str | None, **other: object) -> Settings:
