@@ -296,7 +296,7 @@ class RoundState:
         columns = np.array((tokens, positions, lines, slots, range(len(tokens))), dtype=np.int64)
         if not more:
             return Rows(columns[0], columns[1], columns[2], self.tables, columns[3], columns[4]), homes
-        extra = np.array(more, dtype=np.int64).T
+        extra = np.array(more, dtype=np.int64).T.copy()  # of one row alone the lines would else not be whole in memory
         slots_of, rows_of = np.concatenate((columns[3:5], extra), axis=1)
         return Rows(columns[0], columns[1], columns[2], self.tables, slots_of, rows_of), homes
 
