@@ -64,7 +64,7 @@ class Timings:
 
     passes: (number of the cost in the pace, rows, seconds of one, how many of them, a fraction for a part of one).
     asked: what a lookup took to say what it guesses. learning: what the pace took to learn from rounds before this one, before its start.
-    upkeep: what rows took in exits' own layers that had waited for them.
+    upkeep: what rows took in exits' own layers that had waited for them, in this round or since the last one.
     """
 
     start: float = 0.0
@@ -144,7 +144,8 @@ class SequenceResult:
 class LevelCounts:
     """What one source did in a round.
 
-    passes: each reads the source's head once; layers: layer passes in them, whatever their rows; rows: run through its own segment.
+    passes: each reads the source's head once; layers: layer passes in them, and of rows that had waited for its exit's own layer, whatever
+    their rows; rows: run through its own segment.
     seen, accepted: proposals that it looked at and that it kept; own: tokens of its own.
     seen_at, accepted_at: the same by place in the window, up to the first that it did not keep.
     """

@@ -191,10 +191,15 @@ class Scheduler:
             self._finish(sequence)
 
     def forget_plan(self) -> None:
-        """Take back what is in flight, which failed: its rows will be planned again, and written again from each watermark on."""
+        """Take back what is in flight, which failed: its rows will be planned again, from the last full block of each sequence on.
+
+        What the shards keep of a sequence from round to round may be lost with the round, such as rows that wait for an exit's own layer.
+        """
         self._planned.clear()
         for id in self._leaving.copy():
             self._finish(self._sequences[id])
+        for sequence in self._running:
+            sequence.full -= sequence.full % self.pool.block_size
         self._ended += self._taken  # it may have failed before anybody took note of these
         self._ended += self._told  # what the shards have seen is not known: the next plans bring it all
         self._told.clear()

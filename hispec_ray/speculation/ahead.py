@@ -70,6 +70,6 @@ class Ahead:
 
 
 def _came_true(a: SequenceState, s: SequenceState) -> bool:
-    same = s.plan.start == a.plan.start + 1 and s.plan.tokens == (a.tokens[1],) and s.plan.history is None and not s.before
+    same = s.plan.start == a.plan.start + 1 and s.plan.tokens == (a.tokens[1],) and s.plan.history is None
     table = s.plan.blocks[: len(a.plan.blocks)]
     return same and table == a.plan.blocks[: len(table)] and s.plan.room > 0 and s.windows[-1] > 0 and not s.direct

@@ -58,15 +58,11 @@ class Looker:
         """Bring every known token and branch up to the level, and let it look at them."""
         own = self.cast.levels[level].own
         if own is not None:
-            turn.timings.upkeep += self.upkeep.catch_up(turn.state, (level,), states, turn.counts)
+            self.upkeep.catch_up(turn.state, (level,), states)
         hidden, rows, places = self.run_segments(turn, level, states)
         if own is not None:
             begun = self._clock()
             hidden = self.model.run(own, own + 1, hidden, rows)
-            for s, (_, _, branches) in zip(states, places, strict=True):
-                s.waits[level].cut(0)
-                for branch in branches:
-                    branch.owned.add(level)
             turn.counts[level + self.cast.source].layers += 1
             turn.timed(2 * len(self.cast.levels) + 1 + level, len(rows), self._clock() - begun)
         self.judge(turn, level, states, hidden, places)
@@ -155,7 +151,7 @@ class Looker:
         place, own, gap = first + kept, choices[kept], gaps[kept]
         rejected = s.tokens[place] if kept < tentative else None
         taken = next((i for i, branch in enumerate(looked) if branch.index == place and branch.token == own), None)
-        behind = s.own_rows(place) if s.waits and self.doubt.branches else None
+        waits = s.row_waits(place) if self.doubt.branches else {}
         s.fall_back(place)
         del s.tokens[place:]
         del s.origins[place - s.first :]
@@ -182,8 +178,8 @@ class Looker:
                     if seconds[kept] == rejected:  # its row has been run already
                         stays = turn.state.branch(s, known, rejected, source, level + 1)
                         accepted += 1 if stays else 0
-                        if stays and behind:
-                            s.branches[-1].owned, s.branches[-1].waits = behind
+                        if stays:
+                            s.branches[-1].waits = waits
                     else:
                         turn.state.branch(s, known, seconds[kept], source)
         count = turn.counts[source]
@@ -221,7 +217,7 @@ class Looker:
         """Bring every known token and branch up to the level.
 
         Returns the new rows at its depth, or at the top what the next process is to run on, what rows they are, and each sequence's
-        place among them. Rows that pass a depth whose exit has a layer of its own are left waiting for that.
+        place among them. Rows that go on past an exit with a layer of its own are left waiting for that.
         """
         hidden: torch.Tensor | None = None
         rows: Rows | None = None
@@ -239,14 +235,16 @@ class Looker:
             while last < level and self.cast.levels[last].own is None and unrun_of(last + 1, states) == unrun:
                 last += 1
             end = min(self.cast.levels[last].depth, self._end)
-            if hidden is None or rows is None or running != unrun:
+            if running != unrun:
                 rows, homes = turn.state.rows(segment, states)
                 hidden = pick(turn.state.held(), in_order(homes)) if segment else self.model.embed(rows)
                 running = unrun
+            assert hidden is not None
+            assert rows is not None
             hidden = self.model.run(depth, end, hidden, rows)
             if last < self.cast.top and (last == level or unrun_of(last + 1, states) != unrun):  # else they go straight on
                 turn.state.held()[in_order(homes)] = hidden
-            if self.cast.levels[last].own is not None:
+            if last < level and self.cast.levels[last].own is not None:
                 self._let_wait(last, states, unrun, hidden.clone())
             seconds = self._clock() - begun
             layers = sum(self.layers[segment : last + 1])

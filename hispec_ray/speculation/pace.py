@@ -178,6 +178,7 @@ class Pace:
         self._spans = 0  # rounds that were to have it
         self._allowance = ALLOWANCE / 2 if lookups and self._options else ALLOWANCE
         self._by_windows, self._by_lookup = _Account(), _Account()
+        self._upkeep = 0.0  # seconds of exits' own layers that the windows have yet to pay for
         self._opened = False  # whether the one of the windows has what it begins with
         self._gain = 1.0  # how many times plain decoding's speed lately
         self._ended: float | None = None
@@ -477,7 +478,7 @@ class Pace:
         asked = min(timings.asked / self._speed, plain)
         upkeep = min(timings.upkeep / self._speed, plain) if begun.alone else 0.0
         self._unbooked += plain
-        self._by_windows.book(-upkeep, plain)
+        self._upkeep += upkeep
         self._by_lookup.book(-asked, plain)
         self._gain += _STEP * (plain / (plain + asked + upkeep) - self._gain)
         self._ended = timings.end
@@ -507,7 +508,7 @@ class Pace:
             self._speed = moved(self._speed, taken / expected, _NOW)
 
     def _settle(self, plain: float, looks: Sequence[Look], asked: float, spent: float | None = None, upkeep: float = 0.0) -> None:
-        """Book what a round saved. asked, upkeep: seconds of a lookup, and of exits' own layers, see `Timings`.
+        """Book what a round saved. asked, upkeep: seconds of a lookup and of exits' own layers, see `Timings`.
 
         spent: all other seconds, None where they are not known: then what was expected.
         """
@@ -537,7 +538,10 @@ class Pace:
             self._gain += _STEP * (tokens * token / max(spent + asked + upkeep, 0.1 * tokens * token) - self._gain)
         allowed = self._allowance * (tokens * token + self._unbooked)
         self._unbooked = 0.0
-        self._by_windows.book(allowed + saved[0] - extra[0] - upkeep, plain)
+        # keeping exits ready costs the same whether they are tried or not: of what is allowed it leaves half for tries
+        paid = min(self._upkeep + upkeep, allowed / 2 + saved[0])
+        self._upkeep = min(self._upkeep + upkeep - paid, _CREDIT * plain)
+        self._by_windows.book(allowed + saved[0] - extra[0] - paid, plain)
         self._by_lookup.book(allowed + saved[1] - extra[1] - asked, plain)
 
 

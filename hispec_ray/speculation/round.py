@@ -99,7 +99,9 @@ class Round:
         """Commit at least one token for every sequence that samples, and at most `room + 1`."""
         turn = self._begin(plan)
         self._advance(turn, self._cast.top, turn.state.sequences)
-        return self._end(self._open[-1])
+        result = self._end(self._open[-1])
+        turn.timings.upkeep = self._looker.upkeep.told(turn.counts)
+        return result
 
     def ask(self, plan: StepPlan) -> tuple[list[Tentative], torch.Tensor, StepResult]:
         """Begin a round, up to the question that the stages above answer; how they did is said by the `done` of a later plan.
@@ -110,6 +112,7 @@ class Round:
         states = turn.state.sequences
         self._fill(turn, self._cast.top, states)
         hidden, *_ = self._looker.run_segments(turn, self._cast.top, states)
+        turn.timings.upkeep = self._looker.upkeep.told(turn.counts)
         turn.timings.end = self._clock()
         asked = [
             Tentative(s.tokens[s.first :], s.origins, [(b.index, b.token, b.origin, b.line, b.home, b.block) for b in s.branches])
@@ -124,11 +127,11 @@ class Round:
         open_ = self._open[0].turn
         self._ahead = Ahead.of(open_, self._cast.windows, len(self.sources), self._model)
         if self._ahead:
-            self._looker.upkeep.catch_up(open_.state, range(self._cast.top), open_.state.sequences, open_.counts)
+            self._looker.upkeep.catch_up(open_.state, range(self._cast.top), open_.state.sequences)
             self._fill(self._ahead.turn, self._cast.top, self._ahead.turn.state.sequences)
 
     def _begin(self, plan: StepPlan) -> Turn:
-        learning = self._clock()
+        learning, upkeep = self._clock(), self._looker.upkeep.seconds
         if plan.done is None:
             while self._open:
                 open_ = self._open.popleft()
@@ -140,12 +143,10 @@ class Round:
                 if done.verdicts:
                     self._take(open_, done.verdicts)
                 self._learn(open_, done.timings)
-        learning = self._clock() - learning
+        learning = self._clock() - learning - (self._looker.upkeep.seconds - upkeep)
         begun = self._pace.begin(plan) if self._pace else None
-        before = self._looker.upkeep.begin(plan)
-        state = RoundState(plan, self._cast.windows, self._doubt.branches, self._model, before)
-        self._looker.upkeep.take_up(state)
-        turn = Turn(plan, state, [LevelCounts() for _ in self.sources])
+        turn = Turn(plan, RoundState(plan, self._cast.windows, self._doubt.branches, self._model), [LevelCounts() for _ in self.sources])
+        self._looker.upkeep.begin(plan, turn.state)
         turn.timings.learning, turn.timings.start = learning, self._clock()
         self._shaper.begin(plan)
         if self._drafter:
@@ -186,7 +187,7 @@ class Round:
             if self._drafter:
                 self._drafter.committed(s.plan.id, result.tokens, s.seconds)
             results.append(result)
-        turn.timings.upkeep += self._looker.upkeep.end(turn.state, turn.counts)
+        self._looker.upkeep.end(turn.state)
         open_.ended = True
         self.peak_held_bytes = max(self.peak_held_bytes, turn.state.held_bytes)
         turn.timings.end = self._clock()
@@ -279,7 +280,7 @@ class Round:
 
     def _draft(self, turn: Turn, level: int, states: list[SequenceState]) -> None:
         """Let the draft exit guess for sequences that are all shaped or all not."""
-        turn.timings.upkeep += self._looker.upkeep.catch_up(turn.state, (0,), states, turn.counts)
+        self._looker.upkeep.catch_up(turn.state, (0,), states)
         begun = self._clock()
         spaces = [self._space(level, s) for s in states]
         most = max(spaces)

@@ -28,6 +28,10 @@ class Memory(Protocol):
     def copy_slots(self, source: IntArray, target: IntArray) -> None: ...
 
 
+_CROWD = 32
+"""Rows of a pass that may be kept for few of them."""
+
+
 class Waiting:
     """Hidden rows of consecutive tokens that wait for a layer, as parts of the passes that they came from."""
 
@@ -60,6 +64,13 @@ class Waiting:
             place += over - begin
         return found
 
+    def let_go(self) -> None:
+        """Copy rows out of passes of many others, which then need not be kept for them."""
+        self._parts = [
+            (rows[first:end].clone(), 0, end - first) if len(rows) > max(_CROWD, 4 * (end - first)) else (rows, first, end)
+            for rows, first, end in self._parts
+        ]
+
     def rows(self) -> list[torch.Tensor]:
         """What to put one behind the other."""
         return [rows[first:end] for rows, first, end in self._parts]
@@ -69,8 +80,8 @@ class Waiting:
 class Branch:
     """A second candidate for the token at `index`; nothing follows it.
 
-    ran: segments that its row has been through; owned: levels whose exits' own layers it has been through.
-    waits[l]: its row as it waited for the layer that the exit of level l has to itself.
+    ran: segments that its row has been through. waits[l]: its row, where it has passed level l and not been through the layer that the exit
+    of level l has to itself.
     """
 
     index: int
@@ -80,7 +91,6 @@ class Branch:
     home: int  # line of the held rows
     block: int  # its own, in place of the sequence's at this index
     ran: int = 0
-    owned: set[int] = field(default_factory=set)
     waits: dict[int, Waiting] = field(default_factory=dict)
 
 
@@ -105,7 +115,7 @@ class SequenceState:
         "plan", "prompt_logprobs", "ready", "rows", "seconds", "seen", "settled", "spare", "tokens", "waits", "windows",
     )  # fmt: skip
 
-    def __init__(self, plan: SequencePlan, line: int, home: int, windows: Sequence[int], before: Sequence[int] = ()) -> None:
+    def __init__(self, plan: SequencePlan, line: int, home: int, windows: Sequence[int]) -> None:
         levels = len(windows)
         self.plan = plan
         self.line = line
@@ -118,7 +128,7 @@ class SequenceState:
         self.settled = [self.first] * levels
         self.marks = [0] * levels
         self.waits: Mapping[int, Waiting] = {}
-        self.before = before
+        self.before: Sequence[int] = ()
         self.ready = False
         self.branches: list[Branch] = []
         self.adopted: Branch | None = None
@@ -143,11 +153,10 @@ class SequenceState:
         """Index of the first row that has not been through the layer that the level's exit has to itself."""
         return self.marks[level] - len(self.waits[level])
 
-    def own_rows(self, index: int) -> tuple[set[int], dict[int, Waiting]]:
-        """What `Branch` has as owned and waits, of the row at `index`."""
-        owned = {level for level in self.waits if self.unowned(level) > index}
-        places = {level: index - self.unowned(level) for level in self.waits if level not in owned and self.marks[level] > index}
-        return owned, {level: self.waits[level].part(place, place + 1) for level, place in places.items()}
+    def row_waits(self, index: int) -> dict[int, Waiting]:
+        """What `Branch` has as waits, of the row at `index`."""
+        places = {level: index - self.unowned(level) for level in self.waits if self.unowned(level) <= index < self.marks[level]}
+        return {level: self.waits[level].part(place, place + 1) for level, place in places.items()}
 
     def fall_back(self, known: int) -> None:
         """Lower the watermarks to where the tokens from `known` on are let go."""
@@ -168,19 +177,13 @@ class RoundState:
     sequences: in the plan's order. tables: int64[T, B], block tables: a line for each sequence, then one for each branch that may come.
     """
 
-    def __init__(
-        self, plan: StepPlan, windows: Sequence[int], branches: int, memory: Memory, before: Mapping[int, Sequence[int]] | None = None
-    ) -> None:
-        """branches: most of a sequence at a time; each needs a block behind those that the sequence's window needs.
-
-        before: by sequence, as in `SequenceState`.
-        """
+    def __init__(self, plan: StepPlan, windows: Sequence[int], branches: int, memory: Memory) -> None:
+        """branches: most of a sequence at a time; each needs a block behind those that the sequence's window needs."""
         self.sequences: list[SequenceState] = []
         self._memory = memory
         size, lines, homes = memory.block_size, len(plan.sequences), 0
         for line, sequence in enumerate(plan.sequences):
-            waiting = before.get(sequence.id, ()) if before else ()
-            s = SequenceState(sequence, line, homes, windows, waiting)
+            s = SequenceState(sequence, line, homes, windows)
             homes += s.first + sequence.room
             if sequence.room and branches:
                 needed = (sequence.start + s.first + sequence.room - 1) // size + 1
@@ -252,8 +255,7 @@ class RoundState:
             rows = self.held()
             rows[s.home + branch.index] = rows[branch.home]
         for level, waiting in branch.waits.items():
-            if len(s.waits[level]) or level not in branch.owned:
-                s.waits[level].extend(waiting)
+            s.waits[level].extend(waiting)
         s.tokens.append(branch.token)
         s.origins.append(branch.origin)
         s.adopted = branch
@@ -265,7 +267,7 @@ class RoundState:
     def rows_between(self, states: Sequence[SequenceState], spans: Sequence[tuple[int, int]], segment: int = -1) -> tuple[Rows, list[int]]:
         """The rows of each sequence's tokens [first, end), then of its branches that the segment has not run, and their places.
 
-        A token's index may be negative, see `SequenceState`.
+        A token's index may be negative, see `SequenceState`. segment: -1 for no branches.
         """
         tokens: list[int] = []
         positions: list[int] = []
@@ -296,7 +298,7 @@ class RoundState:
         columns = np.array((tokens, positions, lines, slots, range(len(tokens))), dtype=np.int64)
         if not more:
             return Rows(columns[0], columns[1], columns[2], self.tables, columns[3], columns[4]), homes
-        extra = np.array(more, dtype=np.int64).T.copy()  # of one row alone the lines would else not be whole in memory
+        extra = np.array(more, dtype=np.int64).T.copy()  # of a single row numpy would lay the result out by columns
         slots_of, rows_of = np.concatenate((columns[3:5], extra), axis=1)
         return Rows(columns[0], columns[1], columns[2], self.tables, slots_of, rows_of), homes
 

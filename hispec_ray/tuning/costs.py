@@ -96,7 +96,7 @@ class Seen(NamedTuple):
 def seen_in(passes: Iterable[tuple[int, int, float, float]], levels: Sequence[Level]) -> Iterator[Seen]:
     """Yield the passes of rounds of one sequence at these levels. passes: as `Timings` has them.
 
-    Segments that ran the same rows one after the other were one pass.
+    Segments that ran the same rows one after the other were one pass. Passes of exits' own layers are left out.
     """
     layers = segment_layers(levels)
     joined, last = Seen("layers", 0, 0, 0.0), -1

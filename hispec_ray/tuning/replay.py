@@ -59,9 +59,7 @@ class _Stage:
         return torch.tensor(said, dtype=torch.float64)[:, None]
 
     def run(self, first: int, last: int, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
-        if first < self._layers:  # an exit's own layer is run in the same pass
-            self.work.in_passes += self.costs.begin
-        self.work.in_passes += (last - first) * self.costs.layer.of(len(rows))
+        self.work.in_passes += self.costs.begin + (last - first) * self.costs.layer.of(len(rows))
         return hidden
 
     def logits(self, depth: int, hidden: torch.Tensor) -> torch.Tensor:

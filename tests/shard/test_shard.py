@@ -48,7 +48,7 @@ class Recorder:
                 begin = positions[0]
                 assert positions == list(range(begin, begin + len(tokens))), f"layer {layer} runs rows out of order"
                 assert begin <= len(held), f"layer {layer} skips rows"
-                if layer < self.architecture.layers:  # one that was rejected and comes after all may have been another's in between, unrun
+                if layer < self.architecture.layers:  # in an exit's own layer a token may come back that was rejected while another waited
                     assert begin == len(held) or held[begin] != tokens[0], f"layer {layer} runs a row again that nobody rejected"
                 held[begin:] = tokens
         return self._decoder.run(first, last, hidden, rows)

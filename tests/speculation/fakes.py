@@ -75,6 +75,8 @@ class FakeModel:
         depth = next((depth for depth, own in self.exit_layers.items() if own == first), first)
         assert (hidden[:, 1] == depth).all(), "a row skipped a layer or went through one twice"
         assert len(set(rows.slots.tolist())) == len(rows.slots), "two rows of a pass share a slot"
+        assert rows.slots.flags.c_contiguous, "native code reads along"
+        assert rows.slot_rows.flags.c_contiguous, "native code reads along"
         for layer in range(first, last):
             self.ran[layer] += len(rows)
             self.passes[layer] += 1
@@ -127,11 +129,20 @@ class Text:
         self.seed = seed
         self.full = 0
         self.told = False
+        self.moves = 0
         self.levels: list[int] = []
         self.shape: Shape | None = None
         self.ends: frozenset[int] = frozenset()
         # blocks of its own, in an order of its own
         self.blocks = tuple(np.random.default_rng(id).permutation(16) + 16 * id)
+
+    def lose(self) -> None:
+        """Lose all but full blocks, as one that is preempted: what stood in the others is another's by now."""
+        kept = self.full // SIZE
+        self.full, self.told = kept * SIZE, False
+        self.moves += 1
+        fresh = tuple(1000 * self.moves + block for block in self.blocks)
+        self.blocks = (*self.blocks[:kept], *fresh[kept:])
 
     def plan(self, chunk: int, room: int) -> SequencePlan:
         """The next chunk of what is not run, or the last token with a window of at most `room`."""
@@ -149,9 +160,9 @@ class Text:
         self.levels += levels
 
 
-def step(round_: Round, texts: Sequence[Text], chunk: int, room: int) -> tuple[StepPlan, StepResult]:
+def step(round_: Round, texts: Sequence[Text], chunk: int, room: int, ended: tuple[int, ...] = ()) -> tuple[StepPlan, StepResult]:
     """One round for the texts; what was planned and what came back."""
-    plan = StepPlan(tuple(text.plan(chunk, room) for text in texts))
+    plan = StepPlan(tuple(text.plan(chunk, room) for text in texts), ended)
     result = round_.run(plan)
     for text, part, done in zip(texts, plan.sequences, result.sequences, strict=True):
         assert done.id == text.id
