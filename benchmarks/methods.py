@@ -24,9 +24,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks import common, datasets
 from benchmarks.datasets import DataSet, Item
 from hispec_ray import LLM, SamplingParams, Settings
+from hispec_ray.commands.errors import InputError
 from hispec_ray.commands.settings import settings_from
 from hispec_ray.config import DEFAULT_MODEL, SpeculationSettings
 from hispec_ray.core.plan import LevelCounts
+from hispec_ray.model.weights import open_model
 from hispec_ray.shard.shard import levels_for
 from hispec_ray.tuning.contest import contest, engine_for
 from hispec_ray.tuning.planner import PLAIN, describe
@@ -158,7 +160,7 @@ def _options() -> argparse.Namespace:
         type=Path,
         action="append",
         default=[],
-        help="a deployment file, in place of --model, --heads, --dtype and tuning; several, of one model, are compared",
+        help="a deployment file, in place of --model, --heads, --dtype and tuning; given again, the plans of all are compared",
     )
     options.add_argument("--data", type=Path, default=None, help="a folder of .jsonl files; prompts of this project where not given")
     options.add_argument(
@@ -190,10 +192,11 @@ def _options() -> argparse.Namespace:
 def main() -> None:
     asked = _options()
     each = asked.prompts or (4 if asked.quick else 16)
-    deployed = deployed_in(asked)
-    settings = compared(deployed) or plain_settings(
-        asked.model or DEFAULT_MODEL, asked.heads, threads=asked.threads, dtype=asked.dtype or "bfloat16"
-    )
+    deployed = deployments(asked)
+    if deployed:
+        settings = settings_for(deployed)
+    else:
+        settings = plain_settings(asked.model or DEFAULT_MODEL, asked.heads, threads=asked.threads, dtype=asked.dtype or "bfloat16")
     max_tokens = asked.max_tokens or (48 if asked.quick else 200 if settings.model.path == "abacus" else 128)
     runs = asked.runs or (1 if asked.quick else 3)
     asked.model = settings.model.path
@@ -206,7 +209,7 @@ def main() -> None:
     tuning: Tuning | None = None
     with common.progress(*columns) as progress:
         if asked.deployment:
-            plans = {"plain": PLAIN, **{name: each.speculation for name, each in deployed.items()}}
+            plans = {"plain": PLAIN, **{name: one.speculation for name, one in deployed.items()}}
         else:
             task = progress.add_task("tuning", total=1)
             of_each = min(each, max(2, 24 // len(sets)))
@@ -247,30 +250,38 @@ def _numbers(kind: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]
     return numbers
 
 
-def deployed_in(asked: argparse.Namespace) -> dict[str, Settings]:
+def deployments(asked: argparse.Namespace) -> dict[str, Settings]:
     """The deployments that are asked for, by the names of their files."""
-    found = {path.stem: settings_from(path, {"model.threads": asked.threads}) for path in asked.deployment}
-    if len(found) < len(asked.deployment):
-        raise SystemExit("--deployment: two files have the same name, which is what their plans go by; rename one")
+    found: dict[str, Settings] = {}
+    for path in asked.deployment:
+        if path.stem in ("plain", *found):
+            raise SystemExit(f"--deployment {path}: its plan would go by the name {path.stem}, as another does; rename the file")
+        try:
+            found[path.stem] = settings_from(path, {"model.threads": asked.threads})
+        except InputError as error:
+            raise SystemExit(str(error)) from None
     return found
 
 
-def compared(deployed: Mapping[str, Settings]) -> Settings | None:
-    """The one model that deployments are of, with the trained exits that any of them uses; None where there are no deployments.
+def settings_for(deployed: Mapping[str, Settings]) -> Settings:
+    """The one model that deployments are of, with the trained exits that they share.
 
-    Without a prefix cache: every turn reads the same prompts.
+    Cache and scheduler are the first one's, without a prefix cache: every turn reads the same prompts.
     """
-    if not deployed:
-        return None
-    first, *others = deployed.values()
-    if any(other.model != first.model for other in others):
-        raise SystemExit(f"--deployment: {', '.join(deployed)} have different model settings; they must be the same to be compared")
-    trained = sorted({heads for each in deployed.values() if (heads := each.speculation.exits.heads)})
-    if len(trained) > 1:
-        raise SystemExit(f"--deployment: speculation.exits.heads is {' and '.join(trained)}; plans that are compared must share one file")
-    exits = first.speculation.exits.model_copy(update={"heads": trained[0] if trained else None})
-    speculation = first.speculation.model_copy(update={"exits": exits})
-    return first.model_copy(update={"speculation": speculation, "cache": first.cache.model_copy(update={"prefix_caching": False})})
+    (first, settings), *others = deployed.items()
+    for name, other in others:
+        differ = [field for field, value in settings.model if getattr(other.model, field) != value]
+        if differ:
+            field = differ[0]
+            values = f"{getattr(settings.model, field)!r} in {first} and {getattr(other.model, field)!r} in {name}"
+            raise SystemExit(f"--deployment: model.{field} is {values}; plans are compared on one model")
+    layers = open_model(settings.model.path).architecture.layers
+    heads = {name: one.speculation.exits.heads for name, one in deployed.items() if len(levels_for(one.speculation, layers)) > 1}
+    if len(set(heads.values())) > 1:
+        raise SystemExit(f"--deployment: speculation.exits.heads is {heads}; plans with exits are compared on the same exits")
+    exits = settings.speculation.exits.model_copy(update={"heads": next(iter(heads.values()), None)})
+    speculation = settings.speculation.model_copy(update={"exits": exits})
+    return settings.model_copy(update={"speculation": speculation, "cache": settings.cache.model_copy(update={"prefix_caching": False})})
 
 
 def plain_settings(model: str, heads: str | None, **other: object) -> Settings:

@@ -200,7 +200,7 @@ class RoundState:
 
     @property
     def held_bytes(self) -> int:
-        """What the hidden rows between segments take: the only memory that the hierarchy adds."""
+        """What the hidden rows between segments take. Beside them only rows add memory that wait for exits' own layers, see `Waiting`."""
         return 0 if self._held is None else self._held.nbytes
 
     def held(self) -> torch.Tensor:
